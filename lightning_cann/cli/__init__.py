@@ -1,0 +1,1 @@
+"""The command ``cann-train``.  See ``__main__`` for the dispatcher."""

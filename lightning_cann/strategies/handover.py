@@ -1,0 +1,72 @@
+"""What a replacement must get, and how it enters Lightning's loops with it.
+
+The state is Lightning's own checkpoint (weights, optimizers, schedulers, loops, callbacks, precision), taken between two
+steps, and what a checkpoint does not hold: data cursors, bucket layout, metrics that callbacks monitor, logger identity.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+
+from lightning_cann.data.order import mix_seed
+
+__all__ = ["dump_state", "load_state", "seed_newcomer"]
+
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+
+
+def _detached(value: Any) -> Any:
+    """A copy that shares no storage with what the next steps change."""
+    return tree_map(lambda x: x.detach().cpu().clone() if isinstance(x, torch.Tensor) else x, value)
+
+
+def dump_state(trainer: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    """The state of this member at a safe point, on the CPU, detached from the running training."""
+    checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    metrics = {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS}
+    return dict(_detached({"checkpoint": checkpoint, "metrics": metrics, "extra": extra}))
+
+
+def load_state(trainer: Any, state: dict[str, Any], namespace: SimpleNamespace) -> dict[str, Any]:
+    """Puts a newcomer, set up but not yet training, where the donor was; returns what the donor added."""
+    connector = trainer._checkpoint_connector
+    connector._loaded_checkpoint = state["checkpoint"]
+    connector.restore_datamodule()
+    connector.restore_model()
+    connector.restore_callbacks()
+    connector.restore_training_state()
+    connector._loaded_checkpoint = {}
+    for name, values in state["metrics"].items():
+        getattr(trainer._logger_connector, name).update(values)
+    trainer.num_sanity_val_steps = 0  # the others are past it
+    _enter_mid_epoch(trainer)
+    return dict(state["extra"])
+
+
+def _enter_mid_epoch(trainer: Any) -> None:
+    """The loops restart as from a checkpoint, but this state lies *between* two batches, after whatever validation was
+    due: there is nothing to make up for, so the epoch loop must not look for it."""
+    loop = trainer.fit_loop.epoch_loop
+    original = loop.on_run_start
+
+    def on_run_start(data_fetcher: Any) -> None:
+        del loop.on_run_start  # this once only
+        original(data_fetcher)
+        loop._restarting = False
+
+    loop.on_run_start = on_run_start
+
+
+def seed_newcomer(rank: int, view_number: int, seed: int) -> None:
+    """A replacement's random numbers are its own, reproducible, and those of nobody else: the stream of the process it
+    replaces died with it."""
+    mixed = mix_seed(seed, rank, view_number)
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed)
