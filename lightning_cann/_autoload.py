@@ -20,13 +20,21 @@ from typing import Any
 
 __all__ = ["autoload"]
 
-_MODULES = {"lightning.pytorch.strategies": "lightning.pytorch", "pytorch_lightning.strategies": "pytorch_lightning"}
+_NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
+_CONNECTOR = "trainer.connectors.accelerator_connector"
+_MODULES = {f"{name}.{part}": name for name in _NAMESPACES for part in ("strategies", "accelerators", _CONNECTOR)}
 
 
 def _register(module: ModuleType) -> None:
-    from lightning_cann.strategies.registration import register
+    from lightning_cann.strategies import registration
 
-    register(_MODULES[module.__name__], module.StrategyRegistry)
+    namespace = _MODULES[module.__name__]
+    if module.__name__.endswith(".strategies"):
+        registration.register(namespace, module.StrategyRegistry)
+    elif module.__name__.endswith(".accelerators"):
+        registration.register_accelerator(namespace, module.AcceleratorRegistry)
+    else:
+        registration.prefer_npu(module._AcceleratorConnector)
 
 
 class _RegisterAfter(importlib.abc.Loader):
@@ -65,5 +73,6 @@ def autoload() -> None:
         sys.meta_path.insert(0, _Finder())
     for name in _MODULES:
         module = sys.modules.get(name)
-        if module is not None and hasattr(module, "StrategyRegistry"):
+        ready = ("StrategyRegistry", "AcceleratorRegistry", "_AcceleratorConnector")
+        if module is not None and any(hasattr(module, attribute) for attribute in ready):
             _register(module)

@@ -42,7 +42,7 @@ def safe_point(group: ViewGroup, dump: Callable[[], Any]) -> str:
             that the next steps change.
 
     Returns:
-        the reason why the job is asked to stop, or "".
+        why all members are to end here, or "".
     """
     if group.solo:  # the safe point at which it was admitted
         group.solo = False
@@ -61,11 +61,12 @@ def safe_point(group: ViewGroup, dump: Callable[[], Any]) -> str:
             with group.cond:
                 group.handover = {view.id: state}
                 group.cond.notify_all()
+        return view.install.end
     elif group.handover:
         with group.cond:  # the transfer is over once a later step has begun: its receiver takes part in it
             if group.view.steps > 0:
                 group.handover = {}
-    return group.stop_request
+    return ""
 
 
 def admit(group: ViewGroup, load: Callable[[Any], None]) -> bool:

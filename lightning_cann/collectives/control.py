@@ -106,7 +106,8 @@ class Control:
         parts = iter(torch.cat(chunks).split([r.numel() for r in raw]) if raw else ())
         for tensor in tensors:
             if tensor.numel():
-                tensor.detach().copy_(next(parts).view(tensor.dtype).view(tensor.shape))
+                part = next(parts).clone()  # at an offset of its own, which the wider type may need aligned
+                tensor.detach().copy_(part.view(tensor.dtype).view(tensor.shape))
 
     # ------------------------------------------------------------------------------------------ objects
     def broadcast(self, value: Any, src: int = 0, site: str | None = None) -> Any:

@@ -108,7 +108,6 @@ class ViewGroup:
         self._reapers: list[threading.Thread] = []
         self._fruitless = 0
         self.fatal: BaseException | None = None
-        self.stop_request = ""
         self._welcomed = False
         self.peer_members: tuple[m.MemberInfo, ...] | None = None
         self.handover: dict[m.ViewId, Any] = {}  # state for newcomers, by the view that admits them
@@ -138,11 +137,13 @@ class ViewGroup:
         """Connects and waits for the first view; True: the job runs already, this process is a newcomer."""
         self._link.start()
         with self.cond:
-            self.cond.wait_for(lambda: self._welcomed or self.fatal is not None)
+            self.cond.wait_for(lambda: self._welcomed or self.finished or self.fatal is not None)
             self.check()
             self.newcomer = self.solo = self.newcomer and self.state.fresh
             if not self.newcomer:
-                self.cond.wait_for(lambda: self.next_view is not None or self.fatal is not None)
+                self.cond.wait_for(lambda: self.next_view is not None or self.finished or self.fatal is not None)
+        if self.finished:
+            raise SystemExit(0)  # it ended before this process could take part
         if not self.newcomer:
             self.enter()
         return self.newcomer
@@ -231,8 +232,6 @@ class ViewGroup:
                     self._break(message.reason)
                 elif state.fresh:
                     self.finished = message.reason
-                else:
-                    self.stop_request = message.reason
             self.cond.notify_all()
         if reply is not None:
             if self.probe is not None:
@@ -273,7 +272,7 @@ class ViewGroup:
             with self.cond:
                 superseded = self.state.install is not install
             if not superseded:
-                self.send(m.Broken(view.id, f"rank {self.rank} cannot build the view: {error}"))
+                self.send(m.Broken(view.id, f"rank {self.rank} cannot build the view: {_short(error)}"))
             return
         with self.cond:
             if self.state.install is not install:
@@ -368,7 +367,8 @@ class ViewGroup:
             if self.backend.wait(work, self._wake, lambda: view.broken):
                 return
         except RuntimeError as error:
-            raise Broken(str(error)) from None
+            log.debug("collective failed in view %d: %s", view.id.number, error)
+            raise Broken(_short(error)) from None
         raise Broken("")
 
     def _report_broken(self, view: View, reason: str) -> None:
@@ -447,3 +447,9 @@ class ViewGroup:
         if group is None:
             raise Broken("")
         return self.backend.all_gather(group, output, tensor, self._timeout)
+
+
+def _short(error: BaseException) -> str:
+    """The first words of an error of a communication library: what remains is its source lines and advice."""
+    text = str(error).partition("\n")[0]
+    return text.rpartition("] ")[2][:100] if text.startswith("[") else text[:100]

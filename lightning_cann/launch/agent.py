@@ -90,17 +90,19 @@ class Agent:
         self._starts: collections.Counter[int] = collections.Counter()
         self._reaped: list[str] = []
         self._finished: list[str] = []  # of them: those that came to the end of the script
+        self._trained = False  # a view was installed
         self._completed = False  # a rank has ended with success: from then on nobody is replaced
         self._ending: float | None = None  # deadline of the processes that are left
         self._inbox: collections.deque[m.Message] = collections.deque()
         self._selector = selectors.DefaultSelector()
         self._narrator = Narrator()
         self._incarnation = 0
-        self._signals = 0
+        self._signals: list[int] = []
 
     # ------------------------------------------------------------------------------------------ life
     def run(self) -> int:
-        """Runs the job.  Returns 0 when a rank came to the end of the script, else 1 (see :attr:`failure`)."""
+        """Runs the job.  Returns 0 when a rank came to the end of the script, 128 + n when signal n stopped the job, else 1
+        (see :attr:`failure`)."""
         with contextlib.ExitStack() as stack:
             family = socket.AF_INET6 if ":" in self.settings.host else socket.AF_INET
             self._listener = socket.create_server(
@@ -125,6 +127,9 @@ class Agent:
                 while self._children:
                     self._turn()
                 self._drain_events()
+        if self._signals:
+            self.failure = self.failure or f"stopped by {signal.Signals(self._signals[0]).name}"
+            return 128 + self._signals[0]
         if self._completed and not self.failure:
             return 0
         if not self.failure:
@@ -252,7 +257,7 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------ messages
     def _hello(self) -> m.Message:
-        return m.AgentHello(self.settings.node, tuple(c.member_id for c in list(self._children.values())), tuple(self._reaped), tuple(self._finished))
+        return m.AgentHello(self.settings.node, tuple(c.member_id for c in list(self._children.values())), tuple(self._reaped), tuple(self._finished), self._trained)
 
     def _receive(self, message: m.Message) -> None:
         self._inbox.append(message)  # deque.append is atomic; the link's thread is the only writer
@@ -276,6 +281,7 @@ class Agent:
             alive -= set(event.get("joined", []))
             for child in self._children.values():
                 child.joined = child.joined or child.rank in alive
+        self._trained = self._trained or event["event"] == "view_installed"
         if event["event"] == "job_finished":
             self._completed = True
         if self._on_event is not None:
@@ -305,7 +311,7 @@ class Agent:
     @contextlib.contextmanager
     def _signal_handlers(self) -> Any:
         def note(number: int, frame: Any) -> None:
-            self._signals += 1
+            self._signals.append(number)
 
         try:
             before = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -321,11 +327,12 @@ class Agent:
                 signal.signal(number, handler)
 
     def _on_signals(self) -> None:
-        if self._signals >= 2:
+        if len(self._signals) >= 2:
             self._kill_all()
         elif self._ending is None:
             log.info("stopping the job; once more to end it at once")
-            self._link.send(m.StopRequest("stopped by the operator"))
+            name = signal.Signals(self._signals[0]).name
+            self._link.send(m.StopRequest(f"stopped by the operator ({name})"))
             self._end_within(self.settings.grace_s)
 
 

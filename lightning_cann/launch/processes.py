@@ -56,25 +56,49 @@ class CommandStarter:
         return self._children.pop(pid).wait()
 
 
-def _spawned(environment: dict[str, str], parent: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _called(environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.setsid()
-    die_with_parent(parent)
+    die_with_parent()
     os.environ.update(environment)
-    function(*args)
+    from lightning_cann.launch.runtime import Runtime
+
+    try:
+        function(*args)
+    except BaseException as error:
+        if (runtime := Runtime.current()) is not None and not (isinstance(error, SystemExit) and not error.code):
+            runtime.failed = runtime.failed or f"raised {type(error).__name__}"
+        raise
+    finally:
+        # multiprocessing ends its children without running what atexit holds
+        if (runtime := Runtime.current()) is not None:
+            runtime.close()
 
 
 class FunctionStarter:
-    """Spawns a fresh interpreter per rank that calls ``function(*args)``, both picklable."""
+    """Calls ``function(*args)``, both picklable, in a new process per rank.
 
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    Args:
+        method: ``"spawn"``: a fresh interpreter each time.  ``"forkserver"``: forked from a process that has imported
+            ``preload`` and never computed anything; replacements are there in a fraction of a second.
+        preload: modules that the fork server imports.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        *,
+        method: str = "spawn",
+        preload: Sequence[str] = (),
+    ) -> None:
         self._function, self._args = function, args
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context(method)
+        if method == "forkserver":
+            self._context.set_forkserver_preload(list(preload))
         self._children: dict[int, Any] = {}
 
     def start(self, environment: Mapping[str, str]) -> int:
-        child = self._context.Process(
-            target=_spawned, args=(dict(environment), os.getpid(), self._function, self._args)
-        )
+        child = self._context.Process(target=_called, args=(dict(environment), self._function, self._args))
         # The environment must be there before the child's imports: rank-aware libraries read it at import.
         before = {key: os.environ.get(key) for key in environment}
         os.environ.update(environment)

@@ -127,12 +127,14 @@ class Coordinator:
         self.attempts = 0
         self.lead = 1  # how far ahead of the foremost member an attempt stops
         self.stage = 0
-        self.stopping = ""  # reason, once the job is to end
+        self.stopping = ""  # reason, once the job is to end with an error
+        self.ending = ""  # reason, once it is to end in order
         self.finished = False  # a member has: the others are in, or past, the closing barrier
         self.reported = False  # that the job has finished
         self.steps = 0
         self.forming = incarnation == 0
         self.recovering = incarnation > 0
+        self.trained = False  # an agent has seen a view of this job
         self.announced: dict[str, m.Hello] = {}
         self.joined_at: float | None = None  # when the newest newcomers were admitted
         self.without_state: set[str] = set()  # newcomers of the current view that still take their state
@@ -177,9 +179,9 @@ class Coordinator:
                 self._lost(member_id, f"no state after {self.settings.join_timeout_s:g} s", now)
         if self.forming:
             self._try_form(now)
-        if self.recovering and now - self.started > self.settings.start_timeout_s:
-            if all(hello.fresh for hello in self.announced.values()):
-                self._stop("no process with the model's state announced itself to the restarted coordinator", now)
+        overdue = self.recovering and not self.finished and now - self.started > self.settings.start_timeout_s
+        if overdue and all(hello.fresh for hello in self.announced.values()):
+            self._stop("no process with the model's state announced itself to the restarted coordinator", now)
         return self._flush_effects()
 
     # ------------------------------------------------------------------------------------------ members
@@ -197,7 +199,7 @@ class Coordinator:
         self._send(sender, m.Welcome(self.incarnation, newcomer, self.stage, self.settings.lease_s))
         if hello.fresh:
             self._emit("member_started", rank=hello.info.rank, pid=hello.pid, member_id=sender)
-        if self.stopping and newcomer:
+        if self.stopping and hello.fresh:
             self._send(sender, m.Stop(self.stopping, True))
         elif self.finished and newcomer and sender not in self.members:
             self._send(sender, m.Stop("the job has finished", False))
@@ -288,6 +290,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------------------------------ agents
     def _on_agenthello(self, sender: str, message: m.AgentHello, now: float) -> None:
+        self.trained = self.trained or message.trained
         if message.finished:
             self._finish()
         for member_id in message.reaped:
@@ -307,12 +310,18 @@ class Coordinator:
             self._lost(member_id, cause, now, planned=finished, finished=finished)
         elif self.recovering and member_id not in self.gone:
             self.gone[member_id] = cause
+            if finished:
+                self._finish()
         if self.recovering:
             self._try_recover(now)
 
     def _on_stoprequest(self, sender: str, message: m.StopRequest, now: float) -> None:
-        for member_id in self.known:
-            self._send(member_id, m.Stop(message.reason, False))
+        """Members end together, at a safe point at which all of them stop (as if somebody joined there)."""
+        self.ending = message.reason
+        for member_id, member in self.known.items():
+            if member.fresh:
+                self._send(member_id, m.Stop(message.reason, False))
+        self._try_admit(now)
 
     # ------------------------------------------------------------------------------------------ loss
     def _lost(self, member_id: str, cause: str, now: float, planned: bool = False, finished: bool = False) -> None:
@@ -402,6 +411,8 @@ class Coordinator:
         """A new view from those that are left (and the newcomers of the attempt that has come to its safe point)."""
         stay = [x for x in self.members if x in self.known]
         self._check_limits(len(stay), now)
+        if self.attempt is not None:
+            self._cancel_attempt()
         if not stay:
             self.proposal, self.members = None, ()
             if not self.finished:
@@ -477,14 +488,21 @@ class Coordinator:
                 self._send(member_id, m.Dismissed(self.proposal[0]))
         ids = tuple(x for x in self.proposal[1] if x in standing or x in newcomers)
         boundary = self.attempt.target if self.attempt is not None else 0
+        end = self.ending if self.attempt is not None else ""
         self.attempt = None
         self.without_state = set(newcomers)
         self.joined_at = now if newcomers else None
-        self._install(ids, sources, cut, newcomers, boundary)
+        self._install(ids, sources, cut, newcomers, boundary, end)
         self._try_admit(now)
 
     def _install(
-        self, ids: tuple[str, ...], sources: dict[str, str], cut: int, newcomers: tuple[str, ...], boundary: int = 0
+        self,
+        ids: tuple[str, ...],
+        sources: dict[str, str],
+        cut: int,
+        newcomers: tuple[str, ...],
+        boundary: int = 0,
+        end: str = "",
     ) -> None:
         assert self.proposal is not None
         self.view, self.members, self.proposal = self.proposal[0], ids, None
@@ -504,9 +522,13 @@ class Coordinator:
             self.stopping,
             "; ".join(self.causes),
             boundary,
+            end,
         )
         for member_id in ids:
             self._send(member_id, message)
+        if end:
+            self._emit("job_stopped", reason=end)
+            self.finished = True  # what follows are farewells
         self._emit(
             "view_installed",
             view=self.view.number,
@@ -535,7 +557,11 @@ class Coordinator:
         joiners = tuple(
             k for k, v in self.known.items() if v.joining and k not in self.members and v.stage == self.stage
         )
-        if not joiners or not self.members:
+        if self.ending:
+            joiners = ()
+        elif not joiners:
+            return
+        if not self.members:
             return
         self.attempts += 1
         self.attempt = _Attempt(self.attempts, joiners)
@@ -597,7 +623,9 @@ class Coordinator:
         voters = [hello for hello in self.announced.values() if not hello.fresh]
         if not voters:
             there = {hello.info.rank for hello in self.announced.values()}
-            if len(there) == self.settings.world_size:  # it died before the first view
+            if len(there) == self.settings.world_size and self.trained:
+                self._stop("no member with the model's state is left", now)
+            elif len(there) == self.settings.world_size:  # it died before the first view
                 self.recovering, self.forming = False, True
                 self._try_form(now)
             return
@@ -616,7 +644,8 @@ class Coordinator:
                 self._exclude(hello.info.member_id, "not a member of the newest view", now)
         for member_id, hello in self.announced.items():
             if hello.fresh and member_id in self.known:
-                self._send(member_id, m.StageInfo(self.stage))
+                told = m.Stop(self.stopping, True) if self.stopping else m.StageInfo(self.stage)
+                self._send(member_id, told)
         self.announced = {}
         self.causes.append("coordinator restarted")
         self._propose(now)

@@ -175,6 +175,7 @@ class AgentHello(_Tagged, frozen=True):
     alive: tuple[str, ...]
     reaped: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()  # of the reaped: those that came to the end of the script
+    trained: bool = False  # has seen a view installed
 
 
 class Reaped(_Tagged, frozen=True):
@@ -212,7 +213,8 @@ class Propose(_Tagged, frozen=True):
 
 class Install(_Tagged, frozen=True):
     """The view.  ``cut``: transactions that stand.  ``sources``: who serves whom (laggards: the last result;
-    newcomers: the state).  ``stop``: the view exists only to end the job in a consistent state."""
+    newcomers: the state).  ``stop``: the view exists only to end the job in a consistent state, with an error.  ``end``: so
+    too, at a safe point, because the operator wishes it."""
 
     view: ViewId
     members: tuple[MemberInfo, ...]
@@ -223,6 +225,7 @@ class Install(_Tagged, frozen=True):
     stop: str = ""
     cause: str = ""
     boundary: int = 0  # safe points passed by the members that admit newcomers
+    end: str = ""
 
 
 class Dismissed(_Tagged, frozen=True):
@@ -271,7 +274,7 @@ class StageInfo(_Tagged, frozen=True):
 
 
 class Stop(_Tagged, frozen=True):
-    """End now: an error of the job (``error``), or the operator's wish, at the next safe point."""
+    """To agents and to processes without state: the job ends, with an error or (not ``error``) because it is over."""
 
     reason: str
     error: bool

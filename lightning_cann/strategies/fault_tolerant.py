@@ -40,6 +40,11 @@ __all__ = ["FaultTolerantMixin"]
 
 log = logging.getLogger(__name__)
 
+_DDP_ARGUMENTS = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "find_unused_parameters", "bucket_cap_mb", "broadcast_buffers", "start_method"),
+)
+
 
 class FaultTolerantMixin:
     """Data-parallel training that goes on when ranks die, as a Lightning strategy (``strategy="cann_ft"``).
@@ -70,6 +75,13 @@ class FaultTolerantMixin:
     """
 
     _namespace: SimpleNamespace
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """``HCCL_FT_ENABLE=0`` turns recovery off: the strategy is then Lightning's own DDP."""
+        if FaultToleranceSettings.enabled():
+            return super().__new__(cls)
+        log.warning("HCCL_FT_ENABLE=0: recovery is off, strategy='cann_ft' behaves as 'ddp'")
+        return cls._namespace.DDPStrategy(**{k: v for k, v in kwargs.items() if k in _DDP_ARGUMENTS and v is not None})
 
     def __init__(
         self,
@@ -402,8 +414,6 @@ class FaultTolerantMixin:
         self._trainer.save_checkpoint(path)
         if self.is_global_zero:
             log.warning("%s; state saved in %s (fit(ckpt_path=...) goes on from there)", reason, path)
-        assert self._runtime is not None
-        self._runtime.failed = reason
         sys.exit(0)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -1,11 +1,12 @@
-"""Names under which Lightning finds the strategies.  Imports neither torch nor Lightning until one is used."""
+"""Names under which Lightning finds the strategies and the NPU.  Imports neither torch nor Lightning until one is used."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
-__all__ = ["NAMES", "register"]
+__all__ = ["NAMES", "prefer_npu", "register", "register_accelerator"]
 
 NAMES: dict[str, dict[str, Any]] = {
     "cann_ft": {},
@@ -32,3 +33,26 @@ def register(namespace: str, registry: Any) -> None:
                 description="data-parallel training that goes on when ranks die",
                 **arguments,
             )
+
+
+def register_accelerator(namespace: str, registry: Any) -> None:
+    """Adds ``"npu"`` to an ``AcceleratorRegistry``, unless it has one."""
+    if "npu" not in registry:
+        from lightning_cann.accelerators.npu import accelerator_class
+
+        registry.register("npu", accelerator_class(namespace), description="Ascend NPU")
+
+
+def prefer_npu(connector: Any) -> None:
+    """``accelerator="auto"`` picks an NPU where there is one: Lightning's own choice knows only its own devices."""
+    if importlib.util.find_spec("torch_npu") is None or getattr(connector, "_prefers_npu", False):
+        return
+    original = connector._choose_auto_accelerator
+
+    def choose() -> Any:
+        from lightning_cann.accelerators.npu import npu_available
+
+        return "npu" if npu_available() else original()
+
+    connector._choose_auto_accelerator = staticmethod(choose)
+    connector._prefers_npu = True

@@ -124,8 +124,8 @@ class Process:
 
     def can_stop(self) -> bool:
         """A barrier in the view that ends the job: the last to enter it may still need a result (R9)."""
-        return bool(self.stopping) and not self.state.frozen and (
-            not self.barrier or self.group.result(STOP) is not None
+        return (
+            bool(self.stopping) and not self.state.frozen and (not self.barrier or self.group.result(STOP) is not None)
         )
 
     def stop(self) -> None:
@@ -171,7 +171,7 @@ class Process:
         return [b for b in range(self.launched) if b not in self.seen and self.group.result((number, b)) is not None]
 
     def see(self, bucket: int) -> None:
-        kind, number, buckets = self.item()
+        _, number, buckets = self.item()
         assert self.group is not None
         result = self.group.result((number, bucket))
         assert result is not None
@@ -212,8 +212,11 @@ class Process:
             self.end("finished")
 
     def can_pass(self) -> bool:
-        return self.item()[0] == "safe" and self.unapplied is None and self.hist is not None and not (
-            self.reached and self.state.held
+        return (
+            self.item()[0] == "safe"
+            and self.unapplied is None
+            and self.hist is not None
+            and not (self.reached and self.state.held)
         )
 
     def safe_point(self) -> None:

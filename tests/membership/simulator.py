@@ -2,13 +2,15 @@
 
     outcome = Simulation(seed).run()        # "finished", "stopped" or "lost"; raises Violation
 
-Real: both state machines, and all that they say to each other.  Modelled: processes with a small program, their agents, the
-connections, the collectives, time, and an adversary who chooses what happens next and when somebody dies, falls silent or
-joins.  The same seed gives the same run.  ``Simulation.actions`` and ``Simulation.fault`` let a test make the choices itself.
+Real: both state machines, and all that they say to each other.  Modelled: processes with a small program, their
+agents, the connections, the collectives, time, and an adversary who chooses what happens next and when somebody dies,
+falls silent or joins.  The same seed gives the same run.  ``Simulation.actions`` and ``fault`` let a test make the
+choices itself.
 
-A program: steps of B buckets whose completion each member sees at its own time or never, control collectives, safe points
-between steps, and a closing barrier.  Weights are the tuple of the results applied; the result of a bucket is the set of its
-contributions (rank, microbatch, hash of the weights it was computed with): whatever is lost, mixed or used twice shows.
+A program: steps of B buckets whose completion each member sees at its own time or never, control collectives, safe
+points between steps, and a closing barrier.  Weights are the tuple of the results applied; the result of a bucket is
+the set of its contributions (rank, microbatch, hash of the weights it was computed with): whatever is lost, mixed or
+used twice shows.
 
 It is not a model of bytes on sockets (``test_server.py``) nor of a process group.
 """
@@ -59,7 +61,7 @@ class Simulation:
             max_failures=rng.choice([None, None, None, None, None, 0, 1, 2]),
             on_rank_exception=rng.choice(["fail", "replace", "replace"]),
             join_timeout_s=4.0,
-            start_timeout_s=6.0,
+            start_timeout_s=15.0,
         )
         self.program: list[tuple[str, int, int]] = []
         self.after_safe = {0: 0}
@@ -78,7 +80,8 @@ class Simulation:
         self.data = {rank: rng.choice([99, 99, 2]) for rank in range(self.world)}  # microbatches of each shard
         self.budget = {
             "die": rng.randint(0, 3), "die_ahead": rng.randint(0, 2), "die_transfer": rng.randint(0, 2),
-            "suspect": rng.choice([0, 0, 1, 2]), "join": rng.choice([0, 3, 6]), "break": rng.choice([0, 0, 1, 2]), "disconnect": rng.choice([0, 0, 1]),
+            "suspect": rng.choice([0, 0, 1, 2]), "join": rng.choice([0, 3, 6]),
+            "break": rng.choice([0, 0, 1, 2]), "disconnect": rng.choice([0, 0, 1]),
             "restart": rng.choice([0, 0, 1, 2]),
             "restart_install": rng.choice([0, 0, 1]), "raise": rng.choice([0, 0, 0, 1]), "time": rng.randint(0, 3),
         }  # fmt: skip
@@ -146,17 +149,19 @@ class Simulation:
     def check_end(self) -> str:
         good = [p for p in self.processes.values() if self.good(p)]
         ended = [p for p in good if p.ended and p.hist is not None]
-        stuck = [p for p in self.processes.values() if p.alive and (p.hist is not None or ended)]
+        stuck = [p for p in self.processes.values() if p.alive]
         if stuck:
             raise Violation(
                 "deadlock: "
-                + "; ".join(f"{p} at {p.pc} view {p.state.view} promised {p.state.promised} done {p.state.done}" for p in stuck)
+                + "; ".join(f"{p} view {p.state.view} promised {p.state.promised} done {p.state.done}" for p in stuck)
             )
         if not ended:
             return "stopped" if any(p.ended == "stopped" for p in good) and not self.begun else "lost"
         final = max((p.hist or () for p in ended), key=len)
-        for p in ended:  # one that was stopped by a coordinator whose successor knows nothing of it has left earlier
-            if p.hist != final and not (p.ended == "stopped" and self.incarnation and p.hist == final[: len(p.hist or ())]):
+        for p in ended:
+            # stopped by a coordinator whose successor knew nothing of it: it has left earlier
+            early = p.ended == "stopped" and self.incarnation and p.hist == final[: len(p.hist or ())]
+            if p.hist != final and not early:
                 raise Violation(f"final weights differ: {[(p, p.ended, len(p.hist or ())) for p in ended]}")
         for member_id, number, hist in self.outputs:
             if final[: len(hist)] != hist:
@@ -229,11 +234,12 @@ class Simulation:
                 old.down = collections.deque(
                     x for x in old.down if isinstance(x, (m.Propose, m.Install, m.ExcludedNotice))
                 )
-            who.link.up.append(who.state.hello(self.incarnation, 0, who.joining, 1))
+            who.link.up.append(who.state.hello(self.incarnation, 0, who.joining, 1, who.stopping))
         else:
             mine = [p for p in self.processes.values() if p.rank == who.rank]
             alive = tuple(p.id for p in mine if p.alive)
-            who.link.up.append(m.AgentHello(str(who.rank), alive, tuple(who.reaped)))
+            finished = tuple(p.id for p in mine if p.reaped and p.ended == "finished")
+            who.link.up.append(m.AgentHello(str(who.rank), alive, tuple(who.reaped), finished))
 
     def reap(self, process: Process) -> None:
         process.reaped = True
@@ -264,6 +270,7 @@ class Simulation:
 
     def restart(self) -> None:
         self.incarnation += 1
+        self.patience = 4
         self.coordinator = self.coordinator_class(self.settings, self.incarnation, self.now)
 
     def pass_time(self, ticks: int, silent: str = "") -> None:
@@ -302,9 +309,9 @@ class Simulation:
                 acts.append((p.adopt, ()))
             if p.newcomer and not p.joining:
                 acts.append((self.ready, (p,)))
-            if (p.launched or p.barrier) and p.group and p.group.view not in p.complained and not p.state.frozen:
-                if any(not self.processes[x].alive for x in p.group.members):
-                    acts.append((self.complain, (p,)))
+            waits = (p.launched or p.barrier) and p.group is not None and not p.state.frozen
+            if waits and p.group.view not in p.complained and any(not self.processes[x].alive for x in p.group.members):
+                acts.append((self.complain, (p,)))
         for link in self.links:
             if link.up and self.coordinator is not None:
                 acts.append((self.upward, (link,)))

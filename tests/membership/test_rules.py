@@ -1,7 +1,7 @@
 """Each rule of view-synchronous collectives left out in turn: the simulator must notice.
 
-A test is named after the sentence that it leaves out.  ``hunt`` plays the same seeds with the protocol as it is, which must
-stay clean, and with the mutation, which must show a violation in one of them.
+A test is named after the sentence that it leaves out.  ``hunt`` plays the same seeds with the protocol as it is, which
+must stay clean, and with the mutation, which must show a violation in one of them.
 """
 
 from __future__ import annotations
@@ -175,7 +175,6 @@ def test_r7_a_state_of_a_view_that_was_superseded_is_void() -> None:
     hunt(2000, "other weights|to weights of", "join join join die_transfer slow:peer", member_class=TakesAnyState)
 
 
-
 # ------------------------------------------------------------------------------------------ R8
 class CountsMembers(Process):
     def advance_cursors(self, contributions: frozenset) -> None:
@@ -187,7 +186,7 @@ class CountsMembers(Process):
 
 
 class DecidesAgain(Process):
-    """Computes anew, in the new view, what it contributes: from the shard's next microbatch, as if the old one had counted."""
+    """Computes anew, in the new view, what it contributes: the next microbatch, as if the old one had counted."""
 
     def drop_partial(self) -> None:
         if self.launched and self.gradient is not None and self.gradient[0] is not None:
@@ -237,9 +236,9 @@ class FirstCome(Coordinator):
 class ObeysTheOld(MemberState):
     """Announces itself to the new coordinator, and still takes and adopts views of the old one."""
 
-    def hello(self, incarnation: int, stage: int, joining: bool, pid: int) -> m.Hello:
+    def hello(self, incarnation: int, *args: Any) -> m.Hello:
         install, lacking = self.install, self.lacking
-        hello = super().hello(incarnation, stage, joining, pid)
+        hello = super().hello(incarnation, *args)
         self.install, self.lacking = install, lacking
         return hello
 

@@ -26,7 +26,7 @@ def test_no_seeded_schedule_breaks_an_invariant() -> None:
         assert counts[what] > 5, f"{what} hardly ever happened: {counts}"
 
 
-@pytest.mark.parametrize("faults", ["die_ahead", "suspect disconnect", "restart restart_install", "join join die_transfer"])
+@pytest.mark.parametrize("faults", ["die_ahead", "suspect disconnect", "restart restart_install", "join die_transfer"])
 def test_no_schedule_with_much_of_one_fault_breaks_an_invariant(faults: str) -> None:
     for seed in range(10_000, 10_250):
         Simulation(seed, faults=faults).run()

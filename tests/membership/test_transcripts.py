@@ -1,18 +1,18 @@
 """Transcripts of the pure Coordinator: what it is told, and all that it does about it.
 
-``transcripts/*.txt`` hold blocks like etcd raft's data-driven tests: commands, a line ``----``, and the effects in order, one
-a line, as they are expected (nothing for no effects).  ``python test_transcripts.py`` writes the answers anew: read the diff.
+``transcripts/*.txt`` hold blocks like etcd raft's data-driven tests: commands, a line ``----``, and the effects that
+are expected, one a line, in order.  ``python test_transcripts.py`` writes the answers anew: read the diff.
 
 Commands (``a0``, ``b0``: processes of rank 0; ``node0``: the agent of that node)::
 
     coordinator world=3 max_failures=1 ...      begin; also: incarnation=1
-    hello a0 [fresh=no view=0.2 members=a0,a1 joining=yes stage=1]
-    form 3                                      shorthand: ranks 0..2 say hello and form the first view (effects not shown)
+    hello a0 [fresh=no view=0.2 members=a0,a1 joining=yes stage=1 stopping=why]
+    form 3                                      ranks 0..2 say hello and form the first view (effects not shown)
     flush a0 done=5 [fresh=yes]                 answers the proposal that was sent to it last
     broken a0 | left a0 [finished=yes] | error a0 | joinready b0 | joined b0 | stage a0 1 | beat a0
     boundary a0 7 | armed a0 [ok=no] | atboundary a0        answer the attempt that it was asked about last
-    eof a0 | reaped a0 [cause=SIGKILL] | agent node0 alive=a0 reaped=a1 | stop node0
-    tick 2.5                                    the clock moves on by so many seconds (0.4 s a tick; who beats: beating=a0,a1)
+    eof a0 | reaped a0 [cause=SIGKILL] | agent node0 alive=a0 reaped=a1 finished=a1 | stop node0
+    tick 2.5 [beating=a0,a1]                    the clock moves on by so many seconds, 0.4 s a tick; who beats meanwhile
     sleep 10                                    ... in one leap: the coordinator slept
 """
 
@@ -102,13 +102,19 @@ class Player:
         return MemberInfo(member_id, int(member_id[1:]), "host", 1000, f"node{member_id[1:]}")
 
     def do_hello(
-        self, who: str, fresh: str = "yes", view: str = "", members: str = "", joining: str = "no", stage: str = "0"
+        self,
+        who: str,
+        fresh: str = "yes",
+        view: str = "",
+        members: str = "",
+        joining: str = "no",
+        stage: str = "0",
+        stopping: str = "",
     ) -> list[Send | Emit]:
         number = ViewId(*map(int, view.split("."))) if view else NO_VIEW
         infos = tuple(self.info(x) for x in members.split(",") if x)
-        return self.tell(
-            who, m.Hello(self.info(who), 1, fresh == "yes", number, infos, int(stage), joining == "yes")
-        )
+        is_fresh, is_joining = fresh == "yes", joining == "yes"
+        return self.tell(who, m.Hello(self.info(who), 1, is_fresh, number, infos, int(stage), is_joining, stopping))
 
     def do_form(self, count: str) -> list[Send | Emit]:
         ids = [f"a{rank}" for rank in range(int(count))]
@@ -164,9 +170,8 @@ class Player:
 
     def do_agent(self, node: str, alive: str = "", reaped: str = "", finished: str = "") -> list[Send | Emit]:
         lists = {"alive": alive, "reaped": reaped, "finished": finished}
-        return self.tell(
-            "agent:" + node, m.AgentHello(node, **{k: tuple(filter(None, v.split(","))) for k, v in lists.items() if v or k == "alive"})
-        )
+        ids = {k: tuple(filter(None, v.split(","))) for k, v in lists.items()}
+        return self.tell("agent:" + node, m.AgentHello(node, **ids))
 
     def do_stop(self, node: str) -> list[Send | Emit]:
         return self.tell("agent:" + node, m.StopRequest("SIGTERM"))
@@ -193,7 +198,8 @@ def play(text: str) -> str:
     for block in text.strip("\n").split("\n\n"):
         lines = block.splitlines()
         comments = [line for line in lines if line.startswith("#")]
-        commands = [line for line in lines[: lines.index("----")] if not line.startswith("#")] if "----" in lines else []
+        end = lines.index("----") if "----" in lines else 0
+        commands = [line for line in lines[:end] if not line.startswith("#")]
         out.append("\n".join(comments))
         if commands:
             answers = [answer for command in commands for answer in player.run(command)]
