@@ -34,8 +34,8 @@ class StepClock(Callback):
 class WriteResult(Callback):
     """Every rank writes ``weights-rank{r}.json`` when training ends.
 
-    The file holds ``rank``, ``pid``, ``step``, ``sha256`` of all parameters and buffers, and ``data_audit``: what the
-    strategy says about the samples of the last epoch, or null where it keeps no such account.
+    The file holds ``rank``, ``pid``, ``step``, ``sha256`` of all parameters and buffers, and ``data_audit``: for each
+    epoch, how many samples the strategy expected, consumed, saw twice and missed; null where it keeps no such account.
 
     Args:
         dirpath: Folder for the files; None takes the trainer's ``default_root_dir``.

@@ -176,6 +176,7 @@ def _child_environment() -> Mapping[str, str]:
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 4)),  # four ranks share the cores
         "PYTHONUNBUFFERED": "1",
         "WANDB_SILENT": "true",
+        "PYTHONWARNINGS": "ignore:`isinstance(treespec",  # Lightning 2.6 with torch 2.13: nothing a user can do
     }
     return {**defaults, **os.environ}
 

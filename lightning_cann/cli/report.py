@@ -71,8 +71,9 @@ class Run:
         return found
 
     def world_size(self) -> int | None:
-        started = self.select("job_started")
-        return started[0]["world_size"] if started else None
+        """Ranks of the job; where the log does not say it, the size of the largest view."""
+        told = [event["world_size"] for event in self.select("job_started")]
+        return max(told or [event["size"] for event in self.select("view_installed")], default=None)
 
     def steps(self) -> int | None:
         """Optimizer steps of the run, from the best source there is."""
@@ -107,14 +108,12 @@ class Run:
         return len(self.results) == everyone and len({result["sha256"] for result in self.results}) == 1
 
     def audit(self) -> dict[str, int] | None:
-        """Counts ``expected, consumed, missing, duplicates`` of the last epoch (None: the strategy kept no account)."""
-        audits = [result["data_audit"] for result in self.results if result.get("data_audit")]
-        if not audits:
-            return None
+        """Samples ``expected, consumed, missing, duplicates`` over all epochs (None: the strategy kept no account)."""
+        accounts = [list(result["data_audit"].values()) for result in self.results if result.get("data_audit")]
         keys = ("expected", "consumed", "missing", "duplicates")
-        counts = [{key: _count(audit[key]) for key in keys} for audit in audits]
+        counts = [{key: sum(epoch[key] for epoch in epochs) for key in keys} for epochs in accounts]
         # Each rank works the account out for itself; the worst one is the honest answer.
-        return max(counts, key=lambda audit: audit["missing"] + audit["duplicates"])
+        return max(counts, key=lambda audit: audit["missing"] + audit["duplicates"], default=None)
 
 
 def read_run(events: Path, metrics: Path | None = None) -> Run:
@@ -163,7 +162,7 @@ def table(run: Run, files: Mapping[str, Path] | None = None) -> str:
     if audit is None:
         rows.append(("samples lost", "not audited: the strategy kept no account"))
     else:
-        rows.append(("samples lost", f"{audit['missing']} of {audit['expected']} in the last epoch"))
+        rows.append(("samples lost", f"{audit['missing']} of {audit['expected']}"))
         rows.append(("samples seen twice", str(audit["duplicates"])))
     told = f"{len(run.results)} of {run.world_size() or len(run.results)} ranks compared"
     identical = {True: f"yes ({told})", False: f"NO ({told})", None: "not recorded"}[run.weights_identical()]
@@ -242,11 +241,6 @@ def main(argv: Sequence[str]) -> int:
         files["picture"] = plot(run, arguments.png or run.folder / "loss.png")
     print(table(run, files))
     return 0
-
-
-def _count(value: Any) -> int:
-    """An account may give a number or the list of samples."""
-    return value if isinstance(value, int) else len(value)
 
 
 def _say(value: Any) -> str:

@@ -383,7 +383,7 @@ class Coordinator:
             self._emit("job_stopped", reason=reason)
             self._send(None, m.Stop(reason, True))
             for member_id, member in self.known.items():
-                if member.fresh:
+                if member.fresh and member_id not in self.members:
                     self._send(member_id, m.Stop(reason, True))
 
     # ------------------------------------------------------------------------------------------ views
@@ -486,6 +486,8 @@ class Coordinator:
                 self.known[member_id].fresh = True
                 self.known[member_id].joining = True
                 self._send(member_id, m.Dismissed(self.proposal[0]))
+                if self.stopping:
+                    self._send(member_id, m.Stop(self.stopping, True))
         ids = tuple(x for x in self.proposal[1] if x in standing or x in newcomers)
         boundary = self.attempt.target if self.attempt is not None else 0
         end = self.ending if self.attempt is not None else ""

@@ -189,7 +189,9 @@ def describe(event: Event, *, failures: Sequence[Event] = ()) -> str:
         return f"view {event['view']} installed, {_members(event['size'])}"
     if kind == "member_failed":
         cause = event["cause"]
-        return f"rank {event['rank']} left" if cause == "left" else f"rank {event['rank']} died ({cause})"
+        if cause == "left":
+            return f"rank {event['rank']} left"
+        return f"rank {event['rank']} {'left' if event.get('planned') else 'died'} ({cause})"
     if kind == "recovered":
         parts = [describe(failure) for failure in failures]
         parts += [f"view {event['view']}, {_members(_count(event['members']))}"]

@@ -47,8 +47,10 @@ def strategy_class(name: str) -> type:
     from lightning_cann.strategies.fault_tolerant import FaultTolerantMixin
 
     namespace = namespace_of(name)
+    # Where pickle finds the class again: a spawned rank process receives its Trainer that way.
+    module = f"lightning_cann.strategies.for_{name.replace('.', '_')}"
     return type(
         "FaultTolerantStrategy",
         (FaultTolerantMixin, namespace.DDPStrategy),
-        {"_namespace": namespace, "__doc__": FaultTolerantMixin.__doc__, "__module__": "lightning_cann.strategies"},
+        {"_namespace": namespace, "__doc__": FaultTolerantMixin.__doc__, "__module__": module},
     )

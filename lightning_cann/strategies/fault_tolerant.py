@@ -146,6 +146,14 @@ class FaultTolerantMixin:
             process_group_backend=process_group_backend,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For spawned rank processes, before anything runs."""
+        return {**vars(self), "_launcher": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._configure_launcher()
+
     # ------------------------------------------------------------------------------------------ who we are
     @property
     def global_rank(self) -> int:
@@ -394,6 +402,7 @@ class FaultTolerantMixin:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[attr-defined]
             return
+        self._control.barrier()  # behind it the last step is stable: no file holds one that the others lack (R9)
         written = torch.zeros(1)
         while not written.item():
             if self.is_global_zero:
@@ -432,6 +441,8 @@ class FaultTolerantMixin:
         trainer = self._trainer
         if trainer is None or trainer.state.fn != self._namespace.TrainerFn.FITTING or not self.is_global_zero:
             return
+        if self._runtime is None or not self._runtime.steps:
+            return  # nothing to save, and an earlier run's file may lie there
         path = os.path.join(trainer.default_root_dir, "cann_ft-final.ckpt")
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         self.checkpoint_io.save_checkpoint(checkpoint, path)  # type: ignore[attr-defined]

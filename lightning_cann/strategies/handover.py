@@ -19,6 +19,8 @@ from lightning_cann.data.order import mix_seed
 __all__ = ["dump_state", "load_state", "seed_newcomer"]
 
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+# What a ModelCheckpoint decides by but does not put into its state_dict.
+_CHECKPOINTING = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved")
 
 
 def _detached(value: Any) -> Any:
@@ -30,7 +32,13 @@ def dump_state(trainer: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """The state of this member at a safe point, on the CPU, detached from the running training."""
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     metrics = {name: dict(getattr(trainer._logger_connector, name)) for name in _METRICS}
-    return dict(_detached({"checkpoint": checkpoint, "metrics": metrics, "extra": extra}))
+    checkpointing = {
+        callback.state_key: {name: getattr(callback, name) for name in _CHECKPOINTING}
+        for callback in trainer.checkpoint_callbacks
+        if all(hasattr(callback, name) for name in _CHECKPOINTING)
+    }
+    parts = {"checkpoint": checkpoint, "metrics": metrics, "checkpointing": checkpointing, "extra": extra}
+    return dict(_detached(parts))
 
 
 def load_state(trainer: Any, state: dict[str, Any], namespace: SimpleNamespace) -> dict[str, Any]:
@@ -44,6 +52,8 @@ def load_state(trainer: Any, state: dict[str, Any], namespace: SimpleNamespace) 
     connector._loaded_checkpoint = {}
     for name, values in state["metrics"].items():
         getattr(trainer._logger_connector, name).update(values)
+    for callback in trainer.checkpoint_callbacks:
+        vars(callback).update(state["checkpointing"].get(callback.state_key, {}))
     trainer.num_sanity_val_steps = 0  # the others are past it
     _enter_mid_epoch(trainer)
     return dict(state["extra"])

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lightning_cann.collectives import admission
-from lightning_cann.errors import ConfigurationError, Excluded, FaultToleranceError
+from lightning_cann.errors import ConfigurationError, FaultToleranceError
 from lightning_cann.launch.agent import Agent, AgentSettings
 from lightning_cann.launch.processes import CommandStarter, FunctionStarter, script_command
 from lightning_cann.launch.runtime import Runtime, is_rank_process
@@ -121,7 +121,9 @@ class _LauncherBody:
         """Spawns processes that run this one call, and brings its results back."""
         folder = tempfile.mkdtemp(prefix="cann-ft-")
         try:
-            agent = self._agent(FunctionStarter(_call_in_rank, (folder, trainer, function, args, kwargs)))
+            # Plain pickle, not multiprocessing's: that one would put all ranks' weights into the same shared memory.
+            call = pickle.dumps((trainer, function, args, kwargs))
+            agent = self._agent(FunctionStarter(_call_in_rank, (folder, call)))
             code = agent.run()
             if code:
                 raise _remembered_exception(folder) or FaultToleranceError(agent.failure)
@@ -130,21 +132,19 @@ class _LauncherBody:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _call_in_rank(folder: str, trainer: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def _call_in_rank(folder: str, call: bytes) -> None:
     """Entry of a spawned rank process."""
+    trainer, function, args, kwargs = pickle.loads(call)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["CANN_FT_WORLD_SIZE"])))
     target = Path(folder)
     rank = int(os.environ["CANN_FT_RANK"])
     try:
         result = trainer.strategy.launcher.launch(function, *args, trainer=trainer, **kwargs)
-    except Excluded:
-        raise
-    except Exception as error:
-        try:
-            data = pickle.dumps(error)
-        except Exception:  # an exception that cannot be pickled is told by its text
-            data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-        _write(target / f"error-{rank}", data)
+    except BaseException as error:
+        # In a script Lightning calls this; here its handler is in the process that spawned us.
+        trainer.strategy.on_exception(error)
+        if isinstance(error, Exception):
+            _write(target / f"error-{rank}", _picklable(error))
         raise
     runtime = Runtime.current()
     if runtime is None or runtime.group.solo or runtime.group.rank != runtime.group.leader:
@@ -157,9 +157,16 @@ def _call_in_rank(folder: str, trainer: Any, function: Callable[..., Any], args:
         "best_model_path": getattr(callback, "best_model_path", None),
         "state": trainer.state,
     }
-    temporary = target / f".result-{rank}"
+    temporary = target / f"part-{rank}"
     torch.save(outcome, temporary)
     os.replace(temporary, target / f"result-{rank}")
+
+
+def _picklable(error: Exception) -> bytes:
+    try:
+        return pickle.dumps(error)
+    except Exception:  # it holds something that cannot travel: it is told by its text
+        return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -53,7 +53,7 @@ def folder(tmp_path):
 
 
 def write_result(folder, rank, **change):
-    audit = {"expected": 6400, "consumed": 6400, "duplicates": 0, "missing": 0}
+    audit = {epoch: {"expected": 3200, "consumed": 3200, "duplicates": 0, "missing": 0} for epoch in "01"}
     result = {"rank": rank, "pid": rank, "step": 300, "sha256": HASH, "data_audit": audit}
     (folder / f"weights-rank{rank}.json").write_text(json.dumps({**result, **change}))
 
@@ -72,7 +72,7 @@ def test_table_of_a_good_run(folder):
         "failures survived": "1 of 1",
         "recovery, view 2": "0.073 s (rank 2 died (SIGKILL))",
         "replacement": "rank 2 joined view 3 (state received in 0.12 s), 8.2 s after the failure",
-        "samples lost": "0 of 6400 in the last epoch",
+        "samples lost": "0 of 6400",
         "samples seen twice": "0",
         "weights identical": "yes (4 of 4 ranks compared)",
         "train_loss": "4.960 -> 2.010",
@@ -90,13 +90,21 @@ def test_a_differing_or_missing_rank_is_not_identical(folder):
 
 
 def test_the_worst_audit_counts(folder):
-    write_result(folder, 1, data_audit={"expected": 6400, "consumed": 6397, "duplicates": [8], "missing": [1, 2, 3]})
+    first = {"expected": 3200, "consumed": 3198, "missing": 3, "duplicates": 1}
+    second = {"expected": 3200, "consumed": 3200, "missing": 0, "duplicates": 0}
+    write_result(folder, 1, data_audit={"0": first, "1": second})
     assert read_run(folder / "events.jsonl").audit() == {
         "expected": 6400,
-        "consumed": 6397,
+        "consumed": 6398,
         "missing": 3,
         "duplicates": 1,
     }
+
+
+def test_world_size_of_a_log_that_does_not_say_it(folder):
+    log = folder / "events.jsonl"
+    log.write_text("".join(json.dumps(one) + "\n" for one in EVENTS if one["event"] != "job_started"))
+    assert read_run(log).world_size() == 4
 
 
 def test_what_was_not_recorded_is_called_so(tmp_path):

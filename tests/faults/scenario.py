@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_cann.strategies import FaultTolerantStrategy
 from tests.support.job import JobResult, is_replacement, record, run_job
@@ -48,6 +50,13 @@ class Scenario:
     strategy: dict[str, Any] = dataclasses.field(default_factory=dict)
     validate: bool = False
     checkpoint: bool = False
+    ckpt_path: str | None = None
+    raises: tuple[tuple[int, ...], int] | None = None
+    """(ranks, batch): there training_step raises ValueError, in first processes."""
+    loggers: str | None = None
+    """Folder for a CSV and a TensorBoard logger."""
+    fp16: bool = False
+    """Mixed precision with a GradScaler whose scale changes every three steps."""
 
 
 @dataclasses.dataclass
@@ -57,8 +66,8 @@ class Said:
     weights: str
     step: int
     epoch: int
-    states: dict[int, str]
-    """global step -> hash of everything a rank must share with the others, after that step."""
+    states: dict[int, dict[str, Any]]
+    """number of batches so far -> everything a rank must share with the others after that batch, by part."""
     parts: dict[str, Any]
     audit: dict[int, dict[str, Any]]
     seen: list[str]
@@ -99,7 +108,7 @@ def shared_state(trainer: pl.Trainer) -> dict[str, Any]:
         "optimizers": digest([o.state_dict() for o in trainer.optimizers]),
         "schedulers": digest([c.scheduler.state_dict() for c in trainer.lr_scheduler_configs]),
         "precision": digest(trainer.precision_plugin.state_dict()),
-        "callbacks": digest({c.state_key: c.state_dict() for c in trainer.callbacks}),
+        "callbacks": {c.state_key.split("{")[0]: digest(c.state_dict()) for c in trainer.callbacks},
         "step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "batch": fit.epoch_loop.batch_progress.current.processed,
@@ -114,10 +123,13 @@ class Doomed(Regression):
     def __init__(self, scenario: Scenario, **options: Any) -> None:
         super().__init__(**options)
         self.scenario = scenario
-        self.states: dict[int, str] = {}
+        self.states: dict[int, dict[str, Any]] = {}
         self.epochs_since_joined = 0
         self.stamps: list[float] = []
         self._book = os.open(f"book.{os.environ['CANN_FT_MEMBER_ID']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.reach("handover", 0)
 
     @property
     def group(self) -> Any:
@@ -151,6 +163,10 @@ class Doomed(Regression):
         self.note("batch", self.trainer.current_epoch, self.trainer.global_step, int(os.environ["CANN_FT_RANK"]), weight, index)
         if self.scenario.pace_s:
             time.sleep(self.scenario.pace_s)
+        raises = self.scenario.raises
+        if raises is not None and raises[1] == number and int(os.environ["CANN_FT_RANK"]) in raises[0]:
+            if not is_replacement():
+                raise ValueError("a bad sample")
         hidden = self.net[0](batch[1])
         self.reach("forward", number)
         hidden.register_hook(lambda grad: self.reach("backward", number))
@@ -159,7 +175,7 @@ class Doomed(Regression):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.states[self.trainer.global_step] = digest(shared_state(self.trainer))
+        self.states[self.batch_number() + 1] = shared_state(self.trainer)
         self.stamps.append(time.monotonic())
         self.reach("batch_end", self.batch_number())
 
@@ -249,11 +265,28 @@ def make_callbacks(s: Scenario) -> list[Any]:
     return found
 
 
+def make_plugins(s: Scenario) -> list[Any]:
+    if not s.fp16:
+        return []
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    return [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler)]
+
+
+def make_loggers(s: Scenario) -> Any:
+    if s.loggers is None:
+        return False
+    return [CSVLogger(s.loggers, name="csv", flush_logs_every_n_steps=1), TensorBoardLogger(s.loggers, name="tb")]
+
+
 def train(s: Scenario) -> None:
     """The script that every rank runs."""
     for fault in s.faults:
         fault.at("launch", 0) if fault.armed_at is None else None
     pl.seed_everything(1, verbose=False)
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda line: warned.append(line.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_cann").addHandler(handler)
     model = Doomed(s)
     callbacks = make_callbacks(s)
     trainer = quiet_trainer(
@@ -262,23 +295,25 @@ def train(s: Scenario) -> None:
             "max_epochs": 2000 if s.rejoins else s.epochs,
             "callbacks": callbacks,
             "enable_checkpointing": s.checkpoint,
+            "plugins": make_plugins(s),
+            "logger": make_loggers(s),
             **s.trainer,
         }
     )
     validation = loader(24) if s.validate else None
     error = ""
     try:
-        trainer.fit(model, make_loader(s), validation)
+        trainer.fit(model, make_loader(s), validation, ckpt_path=s.ckpt_path)
     except BaseException as caught:
         error = f"{type(caught).__name__}: {caught}"
         raise
     finally:
-        record(describe(trainer, model, error))
+        record(describe(trainer, model, error, warned))
 
 
-def describe(trainer: pl.Trainer, model: Doomed, error: str) -> Said:
+def describe(trainer: pl.Trainer, model: Doomed, error: str, warned: list[str]) -> Said:
     parts = shared_state(trainer) if trainer.optimizers else {}
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {"warnings": warned}
     if trainer.checkpoint_callback is not None:
         best = trainer.checkpoint_callback.best_k_models
         extra["best"] = sorted(os.path.basename(p) for p in best)
@@ -338,18 +373,17 @@ def check_equal(result: JobResult, ranks: int, *, replaced: int = 0) -> None:
     first = next(iter(ended.values()))
     for member, said in ended.items():
         assert said.parts == first.parts, (member, {k: (v, first.parts[k]) for k, v in said.parts.items() if v != first.parts[k]})
-    after: dict[int, dict[str, list[str]]] = {}
+    longest = max(ended.values(), key=lambda said: len(said.states))
     for member, said in ended.items():
-        for step, state in said.states.items():
-            after.setdefault(step, {}).setdefault(state, []).append(member)
-    differing = {step: list(groups.values()) for step, groups in after.items() if len(groups) > 1}
-    assert not differing, dict(list(sorted(differing.items()))[:3])
-    longest = max(len(said.states) for said in ended.values())
-    assert longest == first.step  # no step was skipped
+        for batch, state in said.states.items():
+            differing = {k: (v, longest.states[batch][k]) for k, v in state.items() if v != longest.states[batch][k]}
+            assert not differing, f"{member} after batch {batch}: {differing}"
+    batches = first.parts["total"]
+    assert sorted(longest.states) == list(range(1, batches + 1))  # none was skipped
     for member, said in ended.items():
         if said.replacement:
-            assert 0 < len(said.states) < longest, member
-            assert sorted(said.states) == list(range(min(said.states), first.step + 1)), member
+            assert 0 < len(said.states) < batches, member
+            assert sorted(said.states) == list(range(min(said.states), batches + 1)), member
 
 
 def check_exactly_once(result: JobResult) -> None:

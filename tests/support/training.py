@@ -11,8 +11,6 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from tests.support.job import is_replacement
-
 
 class Points(Dataset):
     """``n`` samples of a fixed regression problem; a sample is (index, x, y)."""
@@ -89,7 +87,7 @@ def die(sig: int = signal.SIGKILL) -> None:
 
 
 class Fault:
-    """Ends (or stops) this process once, at a named point, on one rank; replacements are spared.
+    """Ends (or stops) this process once, at a named point, on one rank; replacements are spared unless they are meant.
 
     Points of the program are checked by the test's own code: ``fault.at("forward", step)``.  Points of the engine
     (``"launch"``, ``"reduced"``, ``"committed"``, ``"propose"``, ``"install"``, ``"adopt"``) come through
@@ -98,6 +96,7 @@ class Fault:
     Args:
         step: the step of a point of the program; how often a point of the engine is passed before.
         armed_at: (program point, step) at which the test's code arms a point of the engine.
+        generation: which process of the rank: 1 is the first, 2 its first replacement.
     """
 
     def __init__(
@@ -108,12 +107,15 @@ class Fault:
         sig: int = signal.SIGKILL,
         *,
         armed_at: tuple[str, int] | None = None,
+        generation: int = 1,
     ) -> None:
-        self.rank, self.point, self.step, self.sig, self.armed_at = rank, point, step, sig, armed_at
+        self.rank, self.point, self.step, self.sig = rank, point, step, sig
+        self.armed_at, self.generation = armed_at, generation
         self._seen = 0
 
     def mine(self) -> bool:
-        return int(os.environ["CANN_FT_RANK"]) == self.rank and not is_replacement()
+        rank, generation = map(int, os.environ["CANN_FT_MEMBER_ID"].split("-")[:2])
+        return (rank, generation) == (self.rank, self.generation)
 
     def at(self, point: str, step: int) -> None:
         if point == self.point and step == self.step and self.mine():
