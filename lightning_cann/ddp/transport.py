@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_cann.collectives.view import View
 from lightning_cann.collectives.view_group import Broken, ViewGroup
 from lightning_cann.ddp.reducer import StepOutcome, StepTransaction
+from lightning_cann.membership import messages as m
 
 __all__ = ["ViewTransport"]
 
@@ -74,11 +75,14 @@ class ViewTransport:
                 group.probe("reduced")
             view.steps += 1
 
+        redone = group.redone
         try:
             ranks = group.transact("step", body, step.results, step.load)
         finally:
             self._target = self._launched = None
         self.steps += 1
+        if group.redone > redone and group.rank == ranks[0]:
+            group.send(m.Report("step_redone", {"view": group.view.id.number, "step": self.steps}))
         if group.probe is not None:
             group.probe("committed")
         outcome = StepOutcome(contributors=self._contributors(ranks), members=len(ranks))

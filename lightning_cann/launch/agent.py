@@ -164,7 +164,7 @@ class Agent:
             *("--settings", json.dumps(dataclasses.asdict(self.settings.coordinator))),
             *(("--events", self.settings.events) if self.settings.events else ()),
         ]
-        environment = {**os.environ, env.TOKEN: self.token, "CANN_FT_AGENT_PID": str(os.getpid())}
+        environment = {**os.environ, env.TOKEN: self.token, env.JOB_ID: self.job_id, "CANN_FT_AGENT_PID": str(os.getpid())}
         self._coordinator = subprocess.Popen(command, env=environment, pass_fds=[fd], start_new_session=True)
         self._coordinator_fd = os.pidfd_open(self._coordinator.pid)
         self._selector.register(self._coordinator_fd, selectors.EVENT_READ, "coordinator")

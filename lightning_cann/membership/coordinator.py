@@ -530,7 +530,7 @@ class Coordinator:
             self._send(member_id, message)
         if end:
             self._emit("job_stopped", reason=end)
-            self.finished = True  # what follows are farewells
+            self._finish()  # what follows are farewells
         self._emit(
             "view_installed",
             view=self.view.number,
@@ -556,6 +556,8 @@ class Coordinator:
     def _try_admit(self, now: float) -> None:
         if self.attempt or self.proposal or self.recovering or self.forming or self.stopping or self.without_state:
             return
+        if self.finished:
+            return  # no safe point is left
         joiners = tuple(
             k for k, v in self.known.items() if v.joining and k not in self.members and v.stage == self.stage
         )

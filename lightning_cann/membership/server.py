@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_cann.environment import TOKEN
+from lightning_cann.environment import JOB_ID, TOKEN
 from lightning_cann.membership import messages as m
 from lightning_cann.membership.coordinator import CONNECTION_CLOSED, Coordinator, CoordinatorSettings, Emit, Send
 from lightning_cann.metrics.events import EventLog
@@ -51,6 +51,9 @@ class CoordinatorServer:
         self._unexplained: dict[str, asyncio.TimerHandle] = {}  # members whose end no agent has told yet
 
     async def serve(self, sock: socket.socket) -> None:
+        if self.core.incarnation == 0:
+            size, job = self.core.settings.world_size, os.environ.get(JOB_ID, "")
+            self._emit("job_started", {"world_size": size, "job_id": job, "pid": os.getppid()})
         server = await asyncio.start_server(self._connection, sock=sock)
         async with server:
             while True:

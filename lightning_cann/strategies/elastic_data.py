@@ -113,6 +113,11 @@ class ElasticData:
                 self._record()
             self.refresh()
 
+    def abandon(self) -> None:
+        """The step under way will never stand: its batches are free again."""
+        if self.loader is not None:
+            self.loader.ledger.abandon()
+
     def members_changed(self, ranks: tuple[int, ...]) -> None:
         """Newcomers were admitted at this safe point: they have batches from here on."""
         loader = self.loader

@@ -314,7 +314,7 @@ class FaultTolerantMixin:
 
     def _safe_point(self) -> None:
         """Between two batches.  Between two optimizer steps also the place where newcomers are admitted."""
-        assert self._data is not None and self._leadership is not None and self._vitals is not None
+        assert self._data is not None
         self._data.apply_limit()
         if self._data.in_window():
             return
@@ -324,10 +324,24 @@ class FaultTolerantMixin:
         if before is None or (view.id != before and view.install.newcomers):
             self._data.members_changed(view.ranks)
             self._follow_leader()
-        self._leadership.at_safe_point()
-        self._vitals.at_safe_point()
+        self._leadership_at_safe_point()
         if reason:
             self._stop_cleanly(reason)
+
+    def _leadership_at_safe_point(self) -> None:
+        assert self._leadership is not None and self._vitals is not None
+        self._leadership.at_safe_point()
+        self._vitals.at_safe_point()
+
+    def on_train_start(self) -> None:
+        if self._data is not None:
+            self._data.apply_limit()
+        super().on_train_start()  # type: ignore[misc]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._data is not None and self.world_size == 1:  # Lightning then skips the place where safe points are
+            self._leadership_at_safe_point()
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
 
     def process_dataloader(self, dataloader: Any) -> Any:
         stage = self._trainer.state.stage if self._trainer is not None else None
@@ -443,6 +457,8 @@ class FaultTolerantMixin:
             return
         if self._runtime is None or not self._runtime.steps:
             return  # nothing to save, and an earlier run's file may lie there
+        if self._data is not None:
+            self._data.abandon()  # its gradients are in no checkpoint
         path = os.path.join(trainer.default_root_dir, "cann_ft-final.ckpt")
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         self.checkpoint_io.save_checkpoint(checkpoint, path)  # type: ignore[attr-defined]

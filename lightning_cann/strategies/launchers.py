@@ -6,6 +6,7 @@ In a rank process it enters the call: newcomers skip calls that the job has behi
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import pickle
@@ -81,6 +82,7 @@ class _LauncherBody:
                 runtime.control.barrier()  # carries no data: whoever is past it has finished, not failed (R9)
             return result
         except SkipCall:
+            trainer._teardown()
             if group.finished:
                 self._job_is_over(group.finished)
             return None
@@ -114,8 +116,12 @@ class _LauncherBody:
         code = agent.run()
         if code:
             sys.stderr.write(f"[cann_ft] the job failed: {agent.failure}\n")
+        # Not sys.exit: Lightning would take that for a failure of this process' untrained copy, and call on_exception
+        # hooks that save it.
+        atexit._run_exitfuncs()
         sys.stdout.flush()
-        sys.exit(code)
+        sys.stderr.flush()
+        os._exit(code)
 
     def _spawn(self, function: Callable[..., Any], args: Any, kwargs: Any, trainer: Any) -> Any:
         """Spawns processes that run this one call, and brings its results back."""

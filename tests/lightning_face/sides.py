@@ -17,7 +17,7 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import lightning.pytorch as pl
 import torch
 
 from tests.support.job import PRELOAD, record, run_job
-from tests.support.training import quiet_trainer, weights_hash
+from tests.support.training import quiet_trainer
 
 Case = Callable[["Side"], dict[str, Any]]
 
@@ -66,17 +66,23 @@ class Observed(pl.LightningModule):
         self.rates.append(optimizers[0].param_groups[0]["lr"] if optimizers else 0.0)
 
 
+def tensors_hash(tensors: Iterable[torch.Tensor]) -> str:
+    """SHA-256 of the bytes of ``tensors``."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def optimizer_hash(trainer: pl.Trainer) -> str:
     """SHA-256 of all tensors in all optimizers' states, to the bit."""
-    digest = hashlib.sha256()
+    tensors = []
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                for name, value in sorted(optimizer.state.get(parameter, {}).items()):
-                    data = value.detach().cpu().contiguous().numpy().tobytes() if torch.is_tensor(value) else repr(value)
-                    digest.update(name.encode())
-                    digest.update(data if isinstance(data, bytes) else data.encode())
-    return digest.hexdigest()
+                state = optimizer.state.get(parameter, {})
+                tensors += [value for _, value in sorted(state.items()) if torch.is_tensor(value)]
+    return tensors_hash(tensors)
 
 
 def observe(trainer: pl.Trainer, model: Observed, **more: Any) -> dict[str, Any]:
@@ -84,9 +90,10 @@ def observe(trainer: pl.Trainer, model: Observed, **more: Any) -> dict[str, Any]
     return {
         "my_losses": list(model.losses),
         "rates": list(model.rates),
-        "weights": weights_hash(model),
+        "weights": tensors_hash(model.parameters()),
+        "my_buffers": tensors_hash(model.buffers()),  # DDP copies rank 0's before a forward, not after the last one
         "optimizers": optimizer_hash(trainer),
-        "my_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "my_metrics": {name: float(value) for name, value in sorted(trainer.callback_metrics.items())},
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "stopped": trainer.should_stop,

@@ -183,8 +183,8 @@ def test_two_members_form_a_view_and_one_is_told_of_the_end_of_the_other(server:
     late.expect(m.Welcome)
     assert not late.expect(m.Stop).error
     names = [json.loads(line)["event"] for line in server.events.read_text().splitlines()]  # written before that answer
-    assert names[:3] == ["member_started", "member_started", "view_installed"]
-    assert names[3:6] == ["member_failed", "view_installed", "job_finished"]
+    assert names[:4] == ["job_started", "member_started", "member_started", "view_installed"]
+    assert names[4:7] == ["member_failed", "view_installed", "job_finished"]
     for peer in (a, late):
         peer.close()
 
