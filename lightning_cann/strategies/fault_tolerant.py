@@ -321,16 +321,17 @@ class FaultTolerantMixin:
         before = None if self._group.solo else self._group.view.id
         reason = admission.safe_point(self._group, self._dump)
         view = self._group.view
-        if before is None or (view.id != before and view.install.newcomers):
+        admission_here = before is None or bool(view.id != before and view.install.newcomers)
+        if admission_here:
             self._data.members_changed(view.ranks)
             self._follow_leader()
-        self._leadership_at_safe_point()
+        self._leadership_at_safe_point(admission_here)
         if reason:
             self._stop_cleanly(reason)
 
-    def _leadership_at_safe_point(self) -> None:
+    def _leadership_at_safe_point(self, admission: bool = False) -> None:
         assert self._leadership is not None and self._vitals is not None
-        self._leadership.at_safe_point()
+        self._leadership.at_safe_point(admission)
         self._vitals.at_safe_point()
 
     def on_train_start(self) -> None:

@@ -15,29 +15,41 @@ __all__ = ["Leadership"]
 
 class Leadership:
     def __init__(self, trainer: Any, strategy: Any) -> None:
-        self._trainer, self._strategy = trainer, strategy
-        group = strategy._runtime.group
-        self._relay = LoggerRelay(trainer, is_leader=lambda: group.leader == group.rank)
+        self._trainer = trainer
+        group = self._group = strategy._runtime.group
+        self._admitted_at = -1
+        self._relay = LoggerRelay(trainer, is_leader=self._writes)
         self._leads = False
         self._mark = 0
-        self._first = True
         if not group.solo:
             identity = strategy._control.broadcast(self._relay.identity() if group.leader == group.rank else None)
             if group.leader != group.rank and identity is not None:
                 self._relay.adopt_identity(identity)
             self._leads = group.leader == group.rank
 
+    def _writes(self) -> bool:
+        """A newcomer that leads takes over the logs when a step has completed since its admission: the leader before it
+        has then passed the safe point at which it let go of them."""
+        group = self._group
+        return bool(group.leader == group.rank and group.state.done > self._admitted_at)
+
     def identity(self) -> dict[str, Any]:
         """Which runs the loggers write to, for a replacement."""
         return self._relay.identity()
 
     def adopt_identity(self, identity: dict[str, Any]) -> None:
+        """In a newcomer, with the state of the safe point at which it is admitted."""
+        self._admitted_at = self._group.state.done
         self._relay.adopt_identity(identity)
 
-    def at_safe_point(self) -> None:
-        """A step has completed since the last safe point, so what was logged before that one is stable."""
-        leads = bool(self._strategy.is_global_zero)
-        self._relay.stable(self._mark)
+    def at_safe_point(self, admission: bool = False) -> None:
+        """A step has completed since the last safe point, so what was logged before that one is stable.
+
+        Where newcomers are admitted, all members stand at the same safe point: all that they have logged is stable, and
+        must be written, since the newcomer that may lead from here on has not logged it.
+        """
+        leads = self._writes()
+        self._relay.stable(None if admission else self._mark)
         self._mark = self._relay.mark()
         if leads == self._leads:
             return

@@ -373,17 +373,17 @@ def check_equal(result: JobResult, ranks: int, *, replaced: int = 0) -> None:
     first = next(iter(ended.values()))
     for member, said in ended.items():
         assert said.parts == first.parts, (member, {k: (v, first.parts[k]) for k, v in said.parts.items() if v != first.parts[k]})
-    longest = max(ended.values(), key=lambda said: len(said.states))
+    states: dict[int, dict[str, Any]] = {}
     for member, said in ended.items():
         for batch, state in said.states.items():
-            differing = {k: (v, longest.states[batch][k]) for k, v in state.items() if v != longest.states[batch][k]}
+            other = states.setdefault(batch, state)
+            differing = {k: (v, other[k]) for k, v in state.items() if v != other[k]}
             assert not differing, f"{member} after batch {batch}: {differing}"
     batches = first.parts["total"]
-    assert sorted(longest.states) == list(range(1, batches + 1))  # none was skipped
-    for member, said in ended.items():
-        if said.replacement:
-            assert 0 < len(said.states) < batches, member
-            assert sorted(said.states) == list(range(min(said.states), batches + 1)), member
+    for member, said in ended.items():  # from its first batch on, none was skipped
+        begin = min(said.states)
+        assert sorted(said.states) == list(range(begin, batches + 1)), member
+        assert (begin > 1) == said.replacement, member
 
 
 def check_exactly_once(result: JobResult) -> None:

@@ -112,7 +112,7 @@ def test_beyond_the_limits(limits: dict[str, Any], words: str, sig: int, tmp_pat
     assert checkpoint["global_step"] == 4
     assert digest(checkpoint["optimizer_states"]) == said.states[4]["optimizers"]
 
-    resumed = run(Scenario(**options, ckpt_path=str(tmp_path / "cann_ft-final.ckpt")), 2, lease_s=1.0)
+    resumed = run(Scenario(**options, ckpt_path=str(tmp_path / "cann_ft-final.ckpt")), 3, lease_s=1.0)
     assert resumed.code == 0, resumed.failure
     assert {said.weights for said in resumed.values.values()} == {resumed.values[0].weights}
     assert min(resumed.values[0].states) == 5  # it went on behind the last committed step
