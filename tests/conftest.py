@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -35,13 +36,17 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     changed = {k for k in set(environment) | set(os.environ) if environment.get(k) != os.environ.get(k)}
     changed -= {"PYTEST_CURRENT_TEST", "WANDB_SERVICE", "_WANDB_STARTUP_DEBUG", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
-    changed = {k for k in changed if not k.startswith(("KMP_", "TORCHINDUCTOR_", "WANDB_"))}
+    # set by imports, once
+    changed = {k for k in changed if not k.startswith(("KMP_", "TORCHINDUCTOR_", "WANDB_", "PYTORCH_NVML"))}
     assert not changed, f"the test changed the environment: {sorted(changed)}"
     ours = [t for t in threading.enumerate() if t not in threads and t.name.startswith("cann-")]
     for thread in ours:
         thread.join(timeout=10)
     assert not [t.name for t in ours if t.is_alive()], "the test left threads running"
-    assert not _children() - children, "the test left child processes running"
+    gc.collect()  # DataLoader workers end with their iterator, which a traceback may still hold
+    left = [psutil.Process(pid) for pid in _children() - children if psutil.pid_exists(pid)]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive, f"the test left child processes running: {alive}"
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -19,123 +19,26 @@ and does not decide when a step stands.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import multiprocessing.connection
-import os
-import signal
-import sys
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_cann.data.ledger import Piece, ShardLedger
 from lightning_cann.data.order import EpochPlan, isolated_rng, make_order, transferable
+from lightning_cann.data.reading import BatchSamplerView, Feed, SamplerView, Target
+from lightning_cann.data.workers import WorkerInit
 from lightning_cann.errors import ConfigurationError
 
 __all__ = ["ElasticLoader", "WorkerInit", "transferable"]
 
 # A window with this many rounds in which nobody had a batch is a loop that never commits.
 MAX_EMPTY_ROUNDS = 10_000
-_PR_SET_PDEATHSIG = 1
-
-
-class WorkerInit:
-    """``worker_init_fn`` that ends a worker with its parent, then calls the user's.
-
-    A forked worker inherits the sockets of its rank: while it lives, the peers of a killed rank see open
-    connections.  Linux sends the signal when the *thread* that started the worker ends, so :attr:`bind` is set only
-    when iteration begins in the main thread.  A no-op elsewhere than on Linux.
-
-    Args:
-        user: the user's ``worker_init_fn`` or None; called last.
-
-    Attributes:
-        bind: False leaves the worker alone (iteration began in another thread).
-        forkserver: workers are children of a fork server, which lives on while they do, so its death is no sign: a
-            thread waits for the end of the rank instead.
-    """
-
-    def __init__(self, user: Callable[[int], Any] | None) -> None:
-        self.user = user
-        self.forkserver = False
-        self.bind = True
-
-    def __call__(self, worker_id: int) -> None:
-        parent = multiprocessing.parent_process()
-        if self.forkserver and parent is not None:
-            threading.Thread(target=_die_with, args=(parent.sentinel,), name="die-with-rank", daemon=True).start()
-        elif self.bind and sys.platform.startswith("linux"):
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-                errno = ctypes.get_errno()
-                raise OSError(errno, f"prctl(PR_SET_PDEATHSIG): {os.strerror(errno)}")
-            if parent is not None and os.getppid() != parent.pid:
-                os.kill(os.getpid(), signal.SIGKILL)  # the parent died before prctl: no signal will come
-        if self.user is not None:
-            self.user(worker_id)
-
-
-def _die_with(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _alive(ref: weakref.ref[ElasticLoader]) -> ElasticLoader:
-    owner = ref()
-    if owner is None:
-        raise RuntimeError("the ElasticLoader of this inner DataLoader is gone")
-    return owner
-
-
-class _Feed:
-    """Batch sampler of the inner DataLoader.  Remembers what it handed out, in order; None is a repeat."""
-
-    def __init__(self, owner: ElasticLoader) -> None:
-        # Weak, or an ElasticLoader that is dropped would keep its workers until the next garbage collection.
-        self._owner = weakref.ref(owner)
-        self.ahead: deque[Piece | None] = deque()
-        self.last: Piece | None = None
-        self._forecast: Iterator[Piece | None] = iter(())
-        self._basis: tuple[int, ...] | None = None
-
-    def __iter__(self) -> _Feed:
-        self.ahead.clear()
-        self._basis = None
-        return self
-
-    def __next__(self) -> list[Any]:
-        owner = _alive(self._owner)
-        ledger = owner.ledger
-        if self._basis != ledger.members:
-            self._basis = ledger.members
-            self._forecast = ledger.forecast(owner.rank)
-        for piece in self._forecast:
-            if piece not in self.ahead:
-                self.ahead.append(piece)
-                self.last = piece or self.last
-                return owner.keys(piece or self.last)
-        raise StopIteration
-
-
-class _Target:
-    """Batch sampler of an inner DataLoader without workers, which reads nothing ahead: exactly what is asked for."""
-
-    def __init__(self, owner: ElasticLoader) -> None:
-        self._owner = weakref.ref(owner)
-        self.piece: Piece | None = None
-
-    def __iter__(self) -> _Target:
-        return self
-
-    def __next__(self) -> list[Any]:
-        return _alive(self._owner).keys(self.piece)
 
 
 class ElasticLoader:
@@ -192,21 +95,21 @@ class ElasticLoader:
         self._loaded = False
         self._empty_rounds = 0
         self._last: Piece | None = None
-        self._feed = _Feed(self) if loader.num_workers else None
-        self._target = _Target(self)
+        self._feed = Feed(self) if loader.num_workers else None
+        self._target = Target(self)
         self._worker_init = WorkerInit(loader.worker_init_fn)
         self._inner: Any = None
         self._batches: Iterator[Any] | None = None
 
     @property
-    def sampler(self) -> _SamplerView:
+    def sampler(self) -> SamplerView:
         """This rank's own shard; has the ``set_epoch`` that Lightning looks for."""
-        return _SamplerView(self)
+        return SamplerView(self)
 
     @property
-    def batch_sampler(self) -> _BatchSamplerView:
+    def batch_sampler(self) -> BatchSamplerView:
         """The batches of this rank's own shard."""
-        return _BatchSamplerView(self)
+        return BatchSamplerView(self)
 
     # ------------------------------------------------------------------ the epoch
     @property
@@ -419,44 +322,3 @@ class ElasticLoader:
 
     def __repr__(self) -> str:
         return f"ElasticLoader({self.wrapped!r}, rank={self.rank}, world_size={self.world_size}, epoch={self.epoch})"
-
-
-class _SamplerView:
-    """``ElasticLoader.sampler``; unknown attributes are those of the user's sampler."""
-
-    def __init__(self, owner: ElasticLoader) -> None:
-        self._owner = owner
-
-    def set_epoch(self, epoch: int) -> None:
-        self._owner.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (key for batch in self._owner.plan.shard(self._owner.rank) for key in batch)
-
-    def __len__(self) -> int:
-        return sum(len(batch) for batch in self._owner.plan.shard(self._owner.rank))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_owner" not in self.__dict__:
-            raise AttributeError(name)
-        user = self._owner.wrapped.batch_sampler
-        return getattr(user.sampler if type(user) is BatchSampler else user, name)
-
-
-class _BatchSamplerView:
-    """``ElasticLoader.batch_sampler``; unknown attributes are those of the user's."""
-
-    def __init__(self, owner: ElasticLoader) -> None:
-        self._owner = owner
-        self.sampler = owner.sampler
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self._owner.plan.shard(self._owner.rank)
-
-    def __len__(self) -> int:
-        return self._owner.plan.lengths[self._owner.rank]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_owner" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self._owner.wrapped.batch_sampler, name)

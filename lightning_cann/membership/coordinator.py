@@ -290,7 +290,8 @@ class Coordinator(Views, Admission):
         voters = [hello for hello in self.announced.values() if not hello.fresh]
         if not voters:
             there = {hello.info.rank for hello in self.announced.values()}
-            if len(there) == self.settings.world_size and self.trained:
+            # Without a death, those who were to be in the first view are all there: they had not entered it yet.
+            if len(there) == self.settings.world_size and self.trained and self.gone:
                 self._stop("no member with the model's state is left", now)
             elif len(there) == self.settings.world_size:  # it died before the first view
                 self.recovering, self.forming = False, True

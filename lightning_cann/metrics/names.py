@@ -37,16 +37,21 @@ METRICS: tuple[Metric, ...] = (
         name="ft_recovery_latency_seconds",
         kind="gauge",
         unit="seconds",
-        help="Time from the first notice of the last failure until the survivors could train again.",
+        help="Time from the break of the last view until the next one was connected, on the rank that logs.",
     ),
-    Metric(name="ft_steps_redone", kind="counter", unit="steps", help="Optimizer steps redone in a newer view."),
+    Metric(
+        name="ft_steps_redone",
+        kind="counter",
+        unit="steps",
+        help="Steps and control collectives that the rank that logs ran again in a newer view.",
+    ),
     Metric(name="ft_failures", kind="counter", unit="failures", help="Members that failed since the job started."),
     Metric(name="ft_rejoins", kind="counter", unit="members", help="Replacements that joined since the job started."),
     Metric(
         name="ft_gradient_divergence",
         kind="gauge",
         unit="ratio",
-        help="Norm of the local gradient minus the averaged one, over the norm of the averaged one.",
+        help="Largest relative deviation between members of a random projection of the weights; 0 when healthy.",
     ),
 )
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_cann.data import ElasticLoader, transferable
+from lightning_cann.plugins import set_train_total
 
 __all__ = ["ElasticData"]
 
@@ -27,9 +28,11 @@ class ElasticData:
         self.loader: ElasticLoader | None = None
         self._pending_state: dict[str, Any] | None = None
         self._limited = False
+        self._several = False
         self._last_contributors: tuple[int, ...] = ()
         self._window_had_data = False
         self.history: dict[int, dict[str, Any]] = {}  # audit: epoch -> what was consumed
+        self._count_loaders()
 
     # ------------------------------------------------------------------------------------------ the loader
     def wrap(self, dataloader: Any) -> Any:
@@ -38,7 +41,7 @@ class ElasticData:
             return dataloader
         plain = self._without_wrapper(dataloader)
         reason = transferable(plain)
-        if reason is None and self.loader is not None and self._several_loaders():
+        if reason is None and self._several:
             reason = "there are several training loaders"
         if reason is not None:
             if self._rank == 0:
@@ -47,6 +50,8 @@ class ElasticData:
                     "for this epoch unless its replacement reads it.",
                     reason,
                 )
+            self.close()
+            self.loader = None  # an earlier epoch's, where loaders are made anew
             return dataloader
         self._ns.auto_add_worker_init_fn(plain, self._rank)
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
@@ -59,12 +64,19 @@ class ElasticData:
             self._pending_state = None
         return self.loader
 
-    def _several_loaders(self) -> bool:
-        loader = self._trainer.fit_loop._combined_loader
-        return loader is None and self.loader is not None and not self._reloading()
+    def _count_loaders(self) -> None:
+        """Lightning hands over one loader at a time: whether it is the only one is seen where it asks the user for them."""
+        source = self._trainer.fit_loop._data_source
+        ask = source.dataloader
 
-    def _reloading(self) -> bool:
-        return bool(self._trainer.reload_dataloaders_every_n_epochs)
+        def dataloader() -> Any:
+            loaders = ask()
+            combined = self._ns.CombinedLoader
+            whole = loaders if isinstance(loaders, combined) else combined(loaders)
+            self._several = len(whole.flattened) > 1
+            return loaders
+
+        source.dataloader = dataloader
 
     def _without_wrapper(self, dataloader: Any) -> Any:
         """Lightning wraps a user's sampler per rank; the order itself is what we need."""
@@ -151,6 +163,7 @@ class ElasticData:
             if self._trainer.val_check_batch == fit_loop.max_batches:
                 self._trainer.val_check_batch = length
             fit_loop.max_batches = length
+            set_train_total(self._trainer, length)
             progress.is_last_batch = progress.is_last_batch and progress.current.ready >= length
         fetcher.length = length
         fetcher.done = fetcher.fetched >= length

@@ -30,6 +30,7 @@ def namespace_of(name: str) -> SimpleNamespace:
         TrainerFn=load(f"{name}.trainer.states").TrainerFn,
         TrainerStatus=load(f"{name}.trainer.states").TrainerStatus,
         RunningStage=load(f"{name}.trainer.states").RunningStage,
+        CombinedLoader=load(f"{name}.utilities.combined_loader").CombinedLoader,
         rank_zero_only=(
             load(f"{fabric}.utilities.rank_zero").rank_zero_only,
             load(f"{name}.utilities.rank_zero").rank_zero_only,

@@ -137,6 +137,7 @@ class FaultTolerantMixin:
         self._vitals: Vitals | None = None
         self._handed_over: dict[str, Any] = {}
         self._sync_buffers_next = True
+        self._modules: list[torch.nn.Module] = []
         super().__init__(  # type: ignore[call-arg]
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -256,6 +257,7 @@ class FaultTolerantMixin:
             find_unused_parameters=self.settings.find_unused_parameters,
         )
         self._sync_buffers_next = True
+        self._modules = list(self.model.modules())  # type: ignore[attr-defined]
         self.setup_optimizers(trainer)  # type: ignore[attr-defined]
         self._vitals = Vitals(trainer, self._runtime, self.settings.divergence_every_n_steps)
         # Lightning broadcasts a tensor before each batch, on the default group, to learn of SIGTERM: this is where we look
@@ -392,7 +394,8 @@ class FaultTolerantMixin:
     def _buffers_in_sync(self) -> Iterator[None]:
         """DDP's ``broadcast_buffers``: before the first forward after each synchronised one, from the lowest rank."""
         if self._sync_buffers_next and self.settings.broadcast_buffers and self._reducer is not None:
-            buffers = list(self.model.buffers())  # type: ignore[attr-defined]
+            # a walk over the module tree in each step would cost more than the rest of what we do there
+            buffers = list({id(b): b for x in self._modules for b in x._buffers.values() if b is not None}.values())
             if buffers and self._group.current is not None and self._group.current.size > 1:
                 self._control.broadcast_tensors(buffers)
         yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_cann.plugins.logger_relay import LoggerRelay, promote_progress_bar
+from lightning_cann.plugins import LoggerRelay, promote_progress_bar
 
 __all__ = ["Leadership"]
 

@@ -51,6 +51,8 @@ class Scenario:
     validate: bool = False
     checkpoint: bool = False
     ckpt_path: str | None = None
+    books: str = "."
+    """Folder of the books that ranks keep; given: the audit covers all jobs that use it."""
     raises: tuple[tuple[int, ...], int] | None = None
     """(ranks, batch): there training_step raises ValueError, in first processes."""
     loggers: str | None = None
@@ -126,7 +128,7 @@ class Doomed(Regression):
         self.states: dict[int, dict[str, Any]] = {}
         self.epochs_since_joined = 0
         self.stamps: list[float] = []
-        self._book = os.open(f"book.{os.environ['CANN_FT_MEMBER_ID']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._book = os.open(Path(scenario.books) / f"book.{os.environ['CANN_FT_MEMBER_ID']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.reach("handover", 0)
@@ -140,7 +142,7 @@ class Doomed(Regression):
             fault.reach(point, step, self.group)
 
     def note(self, *what: Any) -> None:
-        os.write(self._book, (json.dumps(what) + "\n").encode())
+        os.write(self._book, (json.dumps([os.environ["CANN_FT_JOB_ID"], *what]) + "\n").encode())
 
     def batch_number(self) -> int:
         return self.trainer.fit_loop.epoch_loop.batch_progress.total.ready - 1
@@ -334,21 +336,21 @@ def describe(trainer: pl.Trainer, model: Doomed, error: str, warned: list[str]) 
 
 def audit_books(s: Scenario) -> list[str]:
     """Compares what ``training_step`` saw, in steps that were committed, with the data set: independent of the ledger."""
-    commits: dict[tuple[int, int], list[int]] = {}
-    batches: dict[tuple[int, int, int], list[int]] = {}
+    commits: dict[tuple[str, int, int], list[int]] = {}
+    batches: dict[tuple[str, int, int, int], list[int]] = {}
     wrong = []
-    for path in sorted(Path().glob("book.*")):
+    for path in sorted(Path(s.books).glob("book.*")):
         for line in path.read_text().splitlines():
-            kind, epoch, step, *rest = json.loads(line)
+            job, kind, epoch, step, *rest = json.loads(line)
             if kind == "commit":
-                if commits.setdefault((epoch, step), rest[0]) != rest[0]:
-                    wrong.append(f"step {step}: committed with {rest[0]} at one rank, {commits[epoch, step]} at another")
+                if commits.setdefault((job, epoch, step), rest[0]) != rest[0]:
+                    wrong.append(f"step {step}: committed with {rest[0]} and with {commits[job, epoch, step]}")
             elif rest[1]:
-                batches.setdefault((epoch, step, rest[0]), []).extend(rest[2])
+                batches.setdefault((job, epoch, step, rest[0]), []).extend(rest[2])
     used: dict[int, Counter[int]] = {}
-    for (epoch, step), ranks in commits.items():
+    for (job, epoch, step), ranks in commits.items():
         for rank in ranks:
-            used.setdefault(epoch, Counter()).update(batches.get((epoch, step, rank), []))
+            used.setdefault(epoch, Counter()).update(batches.get((job, epoch, step, rank), []))
     for epoch, counts in sorted(used.items()):
         twice = sorted(i for i, n in counts.items() if n > 1)
         missing = sorted(set(range(s.samples)) - set(counts))

@@ -94,7 +94,9 @@ def test_a_death_per_epoch_with_replacements() -> None:
 def test_beyond_the_limits(limits: dict[str, Any], words: str, sig: int, tmp_path: Path) -> None:
     """A clean stop: the last committed state is in a checkpoint, the error says what happened, and a new job goes on."""
     faults = (Fault(0, "forward", 2, sig), Fault(2, "forward", 4, sig))
-    options = {"trainer": {"default_root_dir": str(tmp_path)}, "strategy": {"lease_s": 1.0}}
+    options: dict[str, Any] = {
+        "trainer": {"default_root_dir": str(tmp_path)}, "strategy": {"lease_s": 1.0}, "books": str(tmp_path)
+    }
     result = run(Scenario(faults=faults, **options), replace=False, lease_s=1.0, **limits)
     assert result.code == 1
     words = words.replace("fewer ", "fewer than ")
@@ -115,4 +117,6 @@ def test_beyond_the_limits(limits: dict[str, Any], words: str, sig: int, tmp_pat
     resumed = run(Scenario(**options, ckpt_path=str(tmp_path / "cann_ft-final.ckpt")), 3, lease_s=1.0)
     assert resumed.code == 0, resumed.failure
     assert {said.weights for said in resumed.values.values()} == {resumed.values[0].weights}
-    assert min(resumed.values[0].states) == 5  # it went on behind the last committed step
+    begin = resumed.values[0].states[min(resumed.values[0].states)]
+    assert begin["step"] == 5  # it went on behind the last committed step
+    check_exactly_once(resumed)  # over both jobs

@@ -80,7 +80,7 @@ LOOPS: dict[str, dict[str, Any]] = {
     "limit_val_batches_zero": {"limit_val_batches": 0},
     "limits_and_interval": {"limit_train_batches": 4, "val_check_interval": 0.5, "accumulate_grad_batches": 2},
     "overfit_batches_int": {"overfit_batches": 2},
-    "overfit_batches_float": {"overfit_batches": 0.4},
+    "overfit_batches_float": {"overfit_batches": 0.6},
     "fast_dev_run": {"fast_dev_run": True},
     "fast_dev_run_3": {"fast_dev_run": 3},
     "max_steps": {"max_steps": 7, "max_epochs": -1},

@@ -19,7 +19,8 @@ import pytest
 pytest.importorskip("wandb")
 pytest.importorskip("tensorboard")
 
-from lightning_cann.plugins.sinks import _tensorboard_events, _wandb_history
+from lightning_cann.plugins.sinks import _tensorboard_events
+from lightning_cann.plugins.wandb_sink import _wandb_history
 
 SCRIPT = """
 import json, os, signal, sys, torch

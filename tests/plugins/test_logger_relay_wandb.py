@@ -17,7 +17,7 @@ pytest.importorskip("wandb")
 from wandb.proto.wandb_internal_pb2 import Record
 
 from lightning_cann.plugins import LoggerRelay
-from lightning_cann.plugins.sinks import _await_writers, _leveldb_records, _wandb_history
+from lightning_cann.plugins.wandb_sink import _await_writers, _leveldb_records, _wandb_history
 
 SCRIPT = """
 import json, os, signal, sys
