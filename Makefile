@@ -2,7 +2,7 @@
 # make test   the test suite
 # make lint   ruff and mypy
 #
-# Everything is installed into .venv by the first of them.  Needed: python3 (3.10 or newer, PYTHON=... for another), make.
+# Everything is installed into .venv by the first of them.  Needed: python3 (3.11 or newer, PYTHON=... for another), make.
 # torch comes as the plain wheel of the package index.  On Linux x86-64 that one carries CUDA; a smaller one:
 #   make demo TORCH_SPEC="https://download.pytorch.org/whl/cpu/<torch wheel for your Python>"
 

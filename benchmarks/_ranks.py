@@ -166,8 +166,8 @@ def start_ddp(world_size: int, port: int, target: Any, args: tuple[Any, ...]) ->
 
 
 def _ddp_rank(rank: int, world_size: int, port: int, target: Any, args: tuple[Any, ...]) -> None:
-    # A session per rank, as under our agent: Linux shares processor time between sessions first (autogroup), so on a busy
-    # machine ranks that share one would be given less.
+    # A session per rank, as under our agent: Linux shares processor time between sessions first (autogroup), so on a
+    # busy machine ranks that share one would be given less.
     os.setsid()
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), NODE_RANK="0"

@@ -179,6 +179,8 @@ class ElasticLoader:
             ValueError, ConfigurationError: ``state`` is of another world size, dataset or batch size.
         """
         self._ledger.load_state_dict(state["ledger"])
+        # The gradients of an open window are in no checkpoint: its batches are read again.
+        self._ledger.abandon()
         self.epoch = int(state["epoch"])
         self._loaded = True
         self._plan = None

@@ -273,6 +273,9 @@ class Agent:
                     signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
         elif isinstance(message, m.Stop) and message.error:
             self.failure = self.failure or message.reason
+            for child in self._children.values():
+                if not child.first and not child.joined:  # still importing: it would come to hear that it is not needed
+                    signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
             self._end_within(self.settings.grace_s)
 
     def _show(self, event: dict[str, Any]) -> None:

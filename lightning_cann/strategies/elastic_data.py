@@ -157,8 +157,8 @@ class ElasticData:
         fetcher = fit_loop._data_fetcher
         if loader is None or fetcher is None or fit_loop._combined_loader is None:
             return
-        length = len(loader)
         progress = fit_loop.epoch_loop.batch_progress
+        length = progress.current.ready + loader.ledger.rounds_left()
         if fit_loop.max_batches != length:
             if self._trainer.val_check_batch == fit_loop.max_batches:
                 self._trainer.val_check_batch = length

@@ -278,12 +278,22 @@ class FaultTolerantMixin:
     # ------------------------------------------------------------------------------------------ newcomers
     def barrier(self, name: str | None = None) -> None:
         """Waits for all members.  For a newcomer, ``"run-stage"`` (set-up is over) is the entrance."""
-        if self._runtime is None:
+        if self._alone():
             return
         if self._group.solo and name == "run-stage":
             self._join()
         else:
             self._control.barrier()
+
+    def _alone(self) -> bool:
+        """No job yet, no job any more, or an exception is on its way out of this rank: nobody would meet it in a
+        collective (a callback's ``on_exception`` may save a checkpoint)."""
+        interrupted = self._trainer is not None and self._trainer.state.status == self._interrupted
+        return self._runtime is None or self._group.fatal is not None or interrupted
+
+    @property
+    def _interrupted(self) -> Any:
+        return self._namespace.TrainerStatus.INTERRUPTED
 
     def _join(self) -> None:
         if not admission.admit(self._group, self._load):
@@ -416,7 +426,7 @@ class FaultTolerantMixin:
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """The leader writes; if it dies meanwhile, the next one writes again."""
-        if self._runtime is None or self._group.fatal is not None:
+        if self._alone():
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)  # type: ignore[attr-defined]
             return

@@ -56,6 +56,11 @@ class _LauncherBody:
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         if is_rank_process():
             return self._enter(function, args, kwargs, trainer)
+        if self._strategy.num_nodes > 1:
+            raise ConfigurationError(
+                f"Trainer(num_nodes={self._strategy.num_nodes}): strategy='cann_ft' starts the ranks of one machine; "
+                "several machines are not supported yet. Use num_nodes=1."
+            )
         if self._strategy.settings.start_method == "spawn":
             return self._spawn(function, args, kwargs, trainer)
         return self._run_script()
