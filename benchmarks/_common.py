@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "JobFailed",
     "Peer",
     "Switchboard",
     "arguments",
@@ -151,6 +152,10 @@ def median(values: Iterable[float]) -> float:
 
 
 # ---------------------------------------------------------------------------------------------- driver and ranks
+class JobFailed(RuntimeError):
+    """The job under test ended or hung in the middle of the benchmark."""
+
+
 @dataclasses.dataclass(eq=False)
 class Peer:
     """A rank process at the other end of the line."""
@@ -177,19 +182,30 @@ class Switchboard:
         self._listener.bind(self.path)
         self._listener.listen(64)
         self._peers: dict[Any, Peer] = {}
+        self._watched: dict[int, str] = {}
+
+    def watch(self, sentinel: int, name: str) -> None:
+        """A process (its ``sentinel``, or a pidfd) that must not end while messages are awaited."""
+        self._watched[sentinel] = name
 
     def receive(self, timeout: float) -> tuple[Peer, Any] | None:
-        """The next message; message None: that process has gone.  None after ``timeout`` seconds of silence."""
+        """The next message; message None: that process has gone.  None after ``timeout`` seconds of silence.
+
+        Raises:
+            JobFailed: a watched process has ended.
+        """
         deadline = time.monotonic() + timeout
         while True:
             left = max(0.0, deadline - time.monotonic())
-            ready = multiprocessing.connection.wait([self._listener, *self._peers], left)
+            ready = multiprocessing.connection.wait([self._listener, *self._peers, *self._watched], left)
             if not ready:
                 return None
             if ready[0] is self._listener:
                 connection = multiprocessing.connection.Connection(self._listener.accept()[0].detach())
                 self._peers[connection] = Peer(connection)
                 continue
+            if (ended := next((self._watched[x] for x in ready if x in self._watched), None)) is not None:
+                raise JobFailed(f"{ended} ended in the middle of the benchmark")
             peer = self._peers[ready[0]]
             try:
                 message = peer.connection.recv()

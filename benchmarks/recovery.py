@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import Peer, Switchboard, arguments, emit, machine, median, percentile, progress
+from benchmarks._common import JobFailed, Peer, Switchboard, arguments, emit, machine, median, percentile, progress
 
 __all__ = ["cycle_figures", "main", "summarize"]
 
@@ -44,10 +44,6 @@ COLUMNS = (
 PLAN = {"mlp-85k": ((20, 6), (3, 1)), "mlp-25M": ((20, 4), (2, 1))}
 PATIENCE_S = 180.0
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
-
-
-class JobFailed(RuntimeError):
-    """The job under test ended or hung: that is a result too, told by its row."""
 
 
 class _Ranks:
@@ -137,6 +133,7 @@ def measure_ours(model: str, world_size: int, cycles: int, lease_s: float, seed:
             stamps = _ranks.Stamps(path, world_size)
             args = (board.path, path, model, world_size, lease_s)
             agent = _ranks.start_agent(world_size, {"lease_s": lease_s}, _ranks.recovery_rank, args)
+            board.watch(agent.sentinel, "the agent")
             try:
                 ranks = _Ranks(board, world_size)
                 ranks.wait("first", set(range(world_size)), set())
@@ -206,6 +203,8 @@ def measure_torchrun(model: str, world_size: int, kills: int, seed: int) -> dict
             stamps = _ranks.Stamps(os.path.join(folder, "torchrun.stamps"), world_size)
             ranks, everyone = _Ranks(board, world_size), set(range(world_size))
             job = _start_torchrun(folder, model, world_size, kills)
+            pidfd = os.pidfd_open(job.pid)
+            board.watch(pidfd, "torchrun")
             try:
                 ranks.wait("first", everyone, set())
                 for number in range(kills):
@@ -229,6 +228,7 @@ def measure_torchrun(model: str, world_size: int, kills: int, seed: int) -> dict
                 tail = Path(folder, "torchrun.log").read_text(errors="replace").splitlines()[-5:]
                 progress(f"torchrun, {model}: {failure}; its last words: {' / '.join(tail)}")
             finally:
+                os.close(pidfd)
                 _end_session(job, ranks.pids())
     return {
         "system": "torchrun",

@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from benchmarks._common import (
+    JobFailed,
     Peer,
     Switchboard,
     arguments,
@@ -58,6 +59,8 @@ class _Cell:
                     self.processes.append(_ranks.start_agent(world_size, {}, _ranks.blocks_rank, args))
                 else:
                     self.processes += _ranks.start_ddp(world_size, free_port(), _ranks.blocks_rank, args)
+                for process in self.processes:
+                    self.board.watch(process.sentinel, process.name)
                 self.collect(job)  # one starts after the other: its warm-up is not measured, but let it be quiet
         except BaseException:
             self.abort()
@@ -70,10 +73,10 @@ class _Cell:
         while len(found) < self.world_size:
             received = self.board.receive(max(0.0, deadline - time.monotonic()))
             if received is None:
-                raise RuntimeError(f"{job}: only {len(found)} of {self.world_size} ranks answered in {PATIENCE_S} s")
+                raise JobFailed(f"{job}: only {len(found)} of {self.world_size} ranks answered in {PATIENCE_S} s")
             peer, message = received
             if message is None:
-                raise RuntimeError(f"{peer.job}: rank {peer.rank} ended in the middle of the benchmark")
+                raise JobFailed(f"{peer.job}: rank {peer.rank} ended in the middle of the benchmark")
             self.peers[peer.job][peer.rank] = peer
             found[peer.rank] = message
         return list(found.values())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 
+import torch
+
 from lightning_cann import environment as env
+from lightning_cann.collectives.backend import get_backend
 from lightning_cann.collectives.view_group import GroupSettings
 from lightning_cann.errors import ConfigurationError
 from lightning_cann.membership.coordinator import CoordinatorSettings
@@ -66,6 +69,17 @@ class FaultToleranceSettings:
             )
         if isinstance(self.max_failures, str) and self.max_failures != "env":
             raise ConfigurationError(f"max_failures={self.max_failures!r} must be a number, or None for no limit.")
+        for name in ("collective_timeout_s", "start_timeout_s", "join_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigurationError(f"{name}={getattr(self, name)} must be a positive number of seconds.")
+        if self.max_restarts < 0:
+            raise ConfigurationError(f"max_restarts={self.max_restarts} must be 0 (never restart) or more.")
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb <= 0:
+            raise ConfigurationError(
+                f"bucket_cap_mb={self.bucket_cap_mb} must be a positive number of MiB, or None for DDP's."
+            )
+        if self.process_group_backend is not None:
+            get_backend(self.process_group_backend, torch.device("cpu"))  # knows the names
         self.coordinator_settings(max(1, self.min_members))  # what it checks is wrong here already
 
     def resolved_max_failures(self) -> int | None:

@@ -100,6 +100,8 @@ class ViewProcessGroup(dist.ProcessGroup):
         output.detach().copy_(total.view(self.size(), *output.shape)[self.rank()])
         return _FinishedWork([output])
 
+    reduce_scatter_single = _reduce_scatter_base  # the name since torch 2.13
+
     # ------------------------------------------------------------------------------------------ gathers
     def _rows(self, tensor: Tensor, count: int) -> list[Tensor]:
         """Rows as the caller expects them: one per member of the view in which it called; zeros for those who left."""
@@ -120,6 +122,8 @@ class ViewProcessGroup(dist.ProcessGroup):
         count = output.numel() // max(1, input.numel())
         output.detach().copy_(torch.stack(self._rows(input, count)).view(output.shape))
         return _FinishedWork([output])
+
+    all_gather_single = _allgather_base  # the name since torch 2.13
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         for index, tensor in enumerate(inputs):
@@ -150,6 +154,8 @@ class ViewProcessGroup(dist.ProcessGroup):
         sent = self._control.all_gather([part.cpu() for part in input.detach().split(sizes)])
         output.detach().copy_(torch.cat([parts[self.rank()] for parts in sent.values()]).view(output.shape))
         return _FinishedWork([output])
+
+    all_to_all_single = alltoall_base  # the name since torch 2.13
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         sent = self._control.all_gather([part.detach().cpu() for part in inputs])

@@ -178,6 +178,11 @@ class ElasticLoader:
         Raises:
             ValueError, ConfigurationError: ``state`` is of another world size, dataset or batch size.
         """
+        if state["ledger"]["world_size"] != self.world_size:
+            raise ConfigurationError(
+                f"this state was written inside an epoch that is cut into {state['ledger']['world_size']} shards, but there "
+                f"are {self.world_size} ranks: resume with as many ranks as before, or from a checkpoint of an epoch's end"
+            )
         self._ledger.load_state_dict(state["ledger"])
         # The gradients of an open window are in no checkpoint: its batches are read again.
         self._ledger.abandon()

@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 HELLO_TIMEOUT_S = 10.0  # a connection that has not said who it is by then is closed
 MAX_HELLO = 1 << 20  # bytes
 REAP_WAIT_S = 0.25  # how long events wait for an agent to say how a member ended, after its connection did
+EVIDENCE_S = 0.01  # a failed collective does not say who failed; the end of a connection does, and comes as fast
 MAX_BUFFERED = 32 * 1024 * 1024  # bytes unsent to one peer before its connection is given up
 
 
@@ -91,6 +92,9 @@ class CoordinatorServer:
                 else:
                     if isinstance(message, m.Reaped):
                         self._explain(message.member_id, message.cause)
+                    if isinstance(message, m.Broken):
+                        asyncio.get_running_loop().call_later(EVIDENCE_S, self._hear, name, message)
+                        continue
                     self._apply(self.core.receive(name, message, time.monotonic()))
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
             pass  # the peer is gone: the finally block says so to the state machine
@@ -110,6 +114,10 @@ class CoordinatorServer:
         if size > limit:
             raise ValueError(f"a frame of {size} bytes exceeds the limit of {limit}")
         return m.decode(await reader.readexactly(size))
+
+    def _hear(self, name: str, message: m.Message) -> None:
+        if name in self._members:
+            self._apply(self.core.receive(name, message, time.monotonic()))
 
     def _relay(self, sender: str, message: m.StoreSet) -> None:
         """Keys of a view's store go to all its members: nobody else hosts a store whose death would matter."""

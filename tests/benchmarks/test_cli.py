@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import threading
 
 import pytest
+import torch
 
 from benchmarks import _common, _ranks, recovery, step_overhead
 
@@ -162,6 +164,18 @@ def test_switchboard_carries_messages_and_tells_of_an_end(tmp_path):
     board.close()
 
 
+def test_switchboard_fails_when_a_watched_process_has_ended(tmp_path):
+    board = _common.Switchboard(str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    pidfd = os.pidfd_open(ended.pid)
+    board.watch(pidfd, "the agent")
+    with pytest.raises(_common.JobFailed, match="the agent ended"):
+        board.receive(10)
+    ended.wait()
+    os.close(pidfd)
+    board.close()
+
+
 def test_stamps_are_shared(tmp_path):
     one, other = (_ranks.Stamps(str(tmp_path / "stamps"), 2) for _ in range(2))
     one.write(1, 7, 12.5, 3)
@@ -175,6 +189,15 @@ def test_stamps_are_shared(tmp_path):
 @pytest.mark.parametrize("name", sorted(recovery.PLAN | step_overhead.PLAN))
 def test_models_are_as_large_as_their_names_say(name):
     size = float(name.rpartition("-")[2].translate({ord("k"): "e3", ord("M"): "e6"}))
-    module = _ranks.Module(name)
+    with torch.device("meta"):
+        module = _ranks.Module(name)
     assert sum(p.numel() for p in module.parameters()) == pytest.approx(size, rel=0.1)
-    assert module.training_step(next(iter(_ranks.loader(name, 2, 1))), 0).ndim == 0
+
+
+@pytest.mark.parametrize("name", ["mlp-85k", "gpt-1M"])
+def test_models_train_on_their_data(name):
+    batch = next(iter(_ranks.loader(name, 2, 1)))
+    assert len(batch) == _ranks.MODELS[name][2]
+    loss = _ranks.Module(name).training_step(batch, 0)
+    loss.backward()
+    assert loss.ndim == 0 and torch.isfinite(loss)

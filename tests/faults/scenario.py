@@ -194,7 +194,7 @@ class Doomed(Regression):
         if scenario.rejoins:
             back = self.trainer.strategy._vitals._rejoins >= scenario.rejoins
             # the first step of the view that admitted the last replacement began in this epoch, or in an earlier one
-            whole = self.group.view.steps >= 2 * len(self.trainer.train_dataloader)
+            whole = self.group.view.steps >= 2 * self.trainer.fit_loop.epoch_loop.batch_progress.current.processed
             self.trainer.should_stop = back and whole
 
     def configure_optimizers(self) -> Any:

@@ -195,6 +195,9 @@ def collectives(side: Side) -> Any:
     work.wait()
     parts = torch.zeros(3 * side.world_size)
     dist.all_gather_into_tensor(parts, mine)
+    part, swapped = torch.zeros(3), torch.zeros(2)
+    dist.reduce_scatter_tensor(part, torch.arange(3.0 * side.world_size) + side.rank)
+    dist.all_to_all_single(swapped, torch.tensor([1.0, 2.0]) + 10 * side.rank)
     dist.barrier()
     to_root = mine.clone()
     dist.reduce(to_root, dst=0)
@@ -213,6 +216,7 @@ def collectives(side: Side) -> Any:
         "broadcast": from_one.tolist(),
         "max": largest.tolist(),
         "into_tensor": parts.tolist(),
+        "my_parts": (part.tolist(), swapped.tolist()),
         "my_reduce": to_root.tolist() if side.rank == 0 else None,
         "my_rank": dist.get_rank(),
         "world": (dist.get_world_size(), trainer.world_size),
