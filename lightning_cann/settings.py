@@ -22,7 +22,7 @@ DEFAULT_MAX_FAILURES = 3
 class FaultToleranceSettings:
     """Settings of the strategy.  All times in seconds."""
 
-    max_failures: int | None | str = "env"
+    max_failures: int | str | None = "env"
     """Logical ranks that may be without a member at one time; None: no limit.  ``"env"`` (not given): HCCL_FT_MAX_FAILURES,
     else 3."""
     min_members: int = 1

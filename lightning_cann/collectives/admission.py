@@ -45,7 +45,9 @@ def safe_point(group: ViewGroup, dump: Callable[[], Any]) -> str:
         why all members are to end here, or "".
     """
     if group.solo:  # the safe point at which it was admitted
-        group.solo = False
+        with group.cond:
+            group.solo, group.journal_sealed = False, True
+            group.cond.notify_all()
         return ""
     with group.cond:
         group.journal_sealed = True
@@ -85,7 +87,7 @@ def admit(group: ViewGroup, load: Callable[[Any], None]) -> bool:
             if group.next_view is None:
                 return False
             view = group.adopt()
-            source = next((x for x in view.members if x.member_id == view.install.sources[group.state.member_id]))
+            source = next(x for x in view.members if x.member_id == view.install.sources[group.state.member_id])
         started = time.monotonic()
         try:
             state = fetch(
@@ -120,7 +122,8 @@ def fetch_journal(group: ViewGroup) -> dict[str, list[bytes]]:
         with group.cond:
             group.cond.wait_for(lambda: group.peer_members is not None or group.fatal is not None or group.finished)
             group.check()
-            members, stage = group.peer_members or (), group.stage
+            members: tuple[m.MemberInfo, ...] = group.peer_members or ()
+            stage = group.stage
         if group.finished:
             return {}
         for info in members:

@@ -179,7 +179,10 @@ class Control:
 
     def _recall(self, place: str, value: Any) -> Any:
         if self._replay is None:
-            self._replay = {key: list(values) for key, values in fetch_journal(self.group).items()}
+            journal = fetch_journal(self.group)
+            self._replay = {key: list(values) for key, values in journal.items()}
+            with self.group.cond:
+                self.group.journal = journal  # the next replacement may ask this one
         heard = self._replay.get(place)
         return pickle.loads(heard.pop(0)) if heard else value
 
@@ -194,7 +197,7 @@ class Control:
 
     @staticmethod
     def _to_bytes(tensor: Tensor) -> bytes:
-        return tensor.cpu().numpy().tobytes()
+        return bytes(tensor.cpu().numpy())
 
 
 def _call_site() -> str:

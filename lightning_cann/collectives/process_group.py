@@ -58,7 +58,7 @@ class ViewProcessGroup(dist.ProcessGroup):
         group = self._control.group
         return group.ranks.index(group.rank)
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return NAME
 
     # ------------------------------------------------------------------------------------------ reductions

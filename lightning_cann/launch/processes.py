@@ -92,7 +92,7 @@ class FunctionStarter:
         preload: Sequence[str] = (),
     ) -> None:
         self._function, self._args = function, args
-        self._context = multiprocessing.get_context(method)
+        self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
             self._context.set_forkserver_preload(list(preload))
         self._children: dict[int, Any] = {}

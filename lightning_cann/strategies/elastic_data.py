@@ -80,7 +80,7 @@ class ElasticData:
 
     def _without_wrapper(self, dataloader: Any) -> Any:
         """Lightning wraps a user's sampler per rank; the order itself is what we need."""
-        sampler = getattr(dataloader, "sampler", None)
+        sampler: Any = getattr(dataloader, "sampler", None)
         if type(sampler).__name__ != "DistributedSamplerWrapper":
             return dataloader
         update = self._ns.data_connector._update_dataloader
@@ -185,7 +185,7 @@ class ElasticData:
         assert self.loader is not None
         ledger = self.loader.ledger
         self.history[self.loader.epoch] = {
-            "consumed": list(ledger.consumed),
+            "consumed": list(ledger.consumed or ()),
             "lengths": list(ledger.lengths),
             "plan": self.loader.plan,
         }

@@ -13,8 +13,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -27,10 +25,11 @@ from lightning_cann.collectives import admission
 from lightning_cann.collectives.view import View
 from lightning_cann.ddp.reducer import GradientReducer
 from lightning_cann.ddp.transport import ViewTransport
-from lightning_cann.errors import ConfigurationError, Excluded, FaultToleranceError
+from lightning_cann.errors import ConfigurationError
 from lightning_cann.launch.runtime import Runtime, is_rank_process
 from lightning_cann.settings import FaultToleranceSettings
 from lightning_cann.strategies.elastic_data import ElasticData
+from lightning_cann.strategies.endings import Endings, ViewBarrier
 from lightning_cann.strategies.handover import dump_state, load_state, seed_newcomer
 from lightning_cann.strategies.launchers import SkipCall, make_launcher
 from lightning_cann.strategies.leadership import Leadership
@@ -46,7 +45,7 @@ _DDP_ARGUMENTS = (
 )
 
 
-class FaultTolerantMixin:
+class FaultTolerantMixin(Endings):
     """Data-parallel training that goes on when ranks die, as a Lightning strategy (``strategy="cann_ft"``).
 
     Args:
@@ -86,7 +85,7 @@ class FaultTolerantMixin:
     def __init__(
         self,
         *,
-        max_failures: int | None | Literal["env"] = "env",
+        max_failures: int | Literal["env"] | None = "env",
         min_members: int = 1,
         lease_s: float = 2.0,
         replace: bool = True,
@@ -209,7 +208,7 @@ class FaultTolerantMixin:
         self.set_world_ranks()
         # prepare_data's barrier makes a gloo group with an unlimited time-out, on which a silent peer is waited for
         # for ever; ours is redone in the next view.
-        self._namespace.data_connector._InfiniteBarrier = _ViewBarrier
+        self._namespace.data_connector._InfiniteBarrier = ViewBarrier
         trainer = self._trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
         if trainer.state.fn == self._namespace.TrainerFn.FITTING:
             self._leadership = Leadership(trainer, self)  # before Lightning opens the loggers
@@ -439,45 +438,6 @@ class FaultTolerantMixin:
             self._control.all_reduce(written, dist.ReduceOp.SUM)
 
     # ------------------------------------------------------------------------------------------ ends
-    def _on_sigterm(self, signum: int, frame: Any) -> None:
-        """SIGTERM to one rank is a planned leave: the others go on at once."""
-        assert self._runtime is not None
-        self._runtime.leave("SIGTERM")
-        sys.exit(128 + signal.SIGTERM)
-
-    def _stop_cleanly(self, reason: str) -> None:
-        """All members are at the same safe point, and all are told to end."""
-        path = os.path.join(self._trainer.default_root_dir, "cann_ft-final.ckpt")
-        self._trainer.save_checkpoint(path)
-        if self.is_global_zero:
-            log.warning("%s; state saved in %s (fit(ckpt_path=...) goes on from there)", reason, path)
-        sys.exit(0)
-
-    def on_exception(self, exception: BaseException) -> None:
-        super().on_exception(exception)  # type: ignore[misc]
-        runtime = self._runtime
-        if runtime is None or isinstance(exception, (SkipCall, Excluded, SystemExit)):
-            return
-        if isinstance(exception, FaultToleranceError):
-            runtime.failed = runtime.failed or str(exception)
-            self._save_last_words(exception)
-        else:
-            runtime.report_exception(exception)
-
-    def _save_last_words(self, exception: BaseException) -> None:
-        """A final checkpoint when training cannot go on.  All survivors hold the same state; the leader writes it."""
-        trainer = self._trainer
-        if trainer is None or trainer.state.fn != self._namespace.TrainerFn.FITTING or not self.is_global_zero:
-            return
-        if self._runtime is None or not self._runtime.steps:
-            return  # nothing to save, and an earlier run's file may lie there
-        if self._data is not None:
-            self._data.abandon()  # its gradients are in no checkpoint
-        path = os.path.join(trainer.default_root_dir, "cann_ft-final.ckpt")
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        self.checkpoint_io.save_checkpoint(checkpoint, path)  # type: ignore[attr-defined]
-        log.error("training stops: %s. The last committed state is in %s", exception, path)
-
     def data_audit(self) -> dict[int, dict[str, Any]]:
         """Per epoch: samples ``expected``, ``consumed``, ``duplicates``, ``missing`` in committed steps (``audit=True``)."""
         return {} if self._data is None else self._data.report()
@@ -494,19 +454,3 @@ class FaultTolerantMixin:
         if self._trainer is not None:
             vars(self._trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
         super().teardown()  # type: ignore[misc]
-
-
-class _ViewBarrier:
-    """Stands in for Lightning's ``_InfiniteBarrier`` in rank processes."""
-
-    def __call__(self) -> None:
-        runtime = Runtime.current()
-        if runtime is not None:
-            runtime.control.barrier()
-
-    def __enter__(self) -> _ViewBarrier:
-        return self
-
-    def __exit__(self, *details: Any) -> None:
-        if details[0] is None:
-            self()

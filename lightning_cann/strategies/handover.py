@@ -69,6 +69,11 @@ def _enter_mid_epoch(trainer: Any) -> None:
         del loop.on_run_start  # this once only
         original(data_fetcher)
         loop._restarting = False
+        if trainer.strategy._data.loader is None:  # data that only its owner can read: go on where that one was
+            read = loop.batch_progress.current.ready
+            data_fetcher.fetched -= read  # counted by Lightning, but this process has not read them
+            for _ in range(read):
+                next(data_fetcher, None)
 
     loop.on_run_start = on_run_start
 
