@@ -19,7 +19,7 @@ _LAZY = {
     "ConfigurationError": "lightning_cann.errors",
 }
 
-__all__ = [*_LAZY, "__version__"]
+__all__ = ["ConfigurationError", "FaultToleranceError", "FaultTolerantStrategy", "ViewChanged", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -170,7 +170,12 @@ class ElasticLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-able: epoch, hash of its order, and ledger, an open window included."""
-        return {"epoch": self.epoch, "order": self.plan.digest(), "ledger": self.ledger.state_dict()}
+        return {
+            "epoch": self.epoch,
+            "limit": self._limit,
+            "order": self.plan.digest(),
+            "ledger": self.ledger.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where ``state`` was written, at its committed cursors.
@@ -187,6 +192,7 @@ class ElasticLoader:
         # The gradients of an open window are in no checkpoint: its batches are read again.
         self._ledger.abandon()
         self.epoch = int(state["epoch"])
+        self._limit = state["limit"]
         self._loaded = True
         self._plan = None
         if self.plan.digest() != state["order"]:

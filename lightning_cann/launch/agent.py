@@ -164,7 +164,12 @@ class Agent:
             *("--settings", json.dumps(dataclasses.asdict(self.settings.coordinator))),
             *(("--events", self.settings.events) if self.settings.events else ()),
         ]
-        environment = {**os.environ, env.TOKEN: self.token, env.JOB_ID: self.job_id, "CANN_FT_AGENT_PID": str(os.getpid())}
+        environment = {
+            **os.environ,
+            env.TOKEN: self.token,
+            env.JOB_ID: self.job_id,
+            "CANN_FT_AGENT_PID": str(os.getpid()),
+        }
         self._coordinator = subprocess.Popen(command, env=environment, pass_fds=[fd], start_new_session=True)
         self._coordinator_fd = os.pidfd_open(self._coordinator.pid)
         self._selector.register(self._coordinator_fd, selectors.EVENT_READ, "coordinator")
@@ -198,6 +203,8 @@ class Agent:
             env.NODE: self.settings.node,
             env.WORLD_SIZE: str(self.settings.coordinator.world_size),
             **({env.EVENTS: self.settings.events} if self.settings.events else {}),
+            # as Lightning's own launchers do: the ranks of a machine share its cores
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // self.settings.nproc)),
             "LOCAL_RANK": str(local),
             "NODE_RANK": "0",
         }
@@ -257,7 +264,8 @@ class Agent:
 
     # ------------------------------------------------------------------------------------------ messages
     def _hello(self) -> m.Message:
-        return m.AgentHello(self.settings.node, tuple(c.member_id for c in list(self._children.values())), tuple(self._reaped), tuple(self._finished), self._trained)
+        alive = tuple(child.member_id for child in list(self._children.values()))
+        return m.AgentHello(self.settings.node, alive, tuple(self._reaped), tuple(self._finished), self._trained)
 
     def _receive(self, message: m.Message) -> None:
         self._inbox.append(message)  # deque.append is atomic; the link's thread is the only writer

@@ -293,7 +293,7 @@ class EventNotice(_Tagged, frozen=True):
     line: dict[str, Any]
 
 
-Message = Union[
+Message = Union[  # noqa: UP007  (one per line)
     Hello,
     Beat,
     Broken,

@@ -115,8 +115,9 @@ def members(request: pytest.FixtureRequest) -> Any:
     reason = missing(request.param)
     if reason is not None:
         pytest.skip(reason)
-    devices = 3 if request.param == "gloo" else min(3, getattr(torch, {"nccl": "cuda", "hccl": "npu"}[request.param]).device_count())
-    found = Members(request.param, devices)
+    kinds = {"nccl": "cuda", "hccl": "npu"}
+    size = 3 if request.param == "gloo" else min(3, getattr(torch, kinds[request.param]).device_count())
+    found = Members(request.param, size)
     yield found
     found.close()
 

@@ -126,9 +126,8 @@ class Doomed(Regression):
         super().__init__(**options)
         self.scenario = scenario
         self.states: dict[int, dict[str, Any]] = {}
-        self.epochs_since_joined = 0
-        self.stamps: list[float] = []
-        self._book = os.open(Path(scenario.books) / f"book.{os.environ['CANN_FT_MEMBER_ID']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        book = Path(scenario.books) / f"book.{os.environ['CANN_FT_MEMBER_ID']}"
+        self._book = os.open(book, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.reach("handover", 0)
@@ -165,10 +164,9 @@ class Doomed(Regression):
         self.note("batch", self.trainer.current_epoch, self.trainer.global_step, int(os.environ["CANN_FT_RANK"]), weight, index)
         if self.scenario.pace_s:
             time.sleep(self.scenario.pace_s)
-        raises = self.scenario.raises
-        if raises is not None and raises[1] == number and int(os.environ["CANN_FT_RANK"]) in raises[0]:
-            if not is_replacement():
-                raise ValueError("a bad sample")
+        ranks, step = self.scenario.raises or ((), 0)
+        if number == step and int(os.environ["CANN_FT_RANK"]) in ranks and not is_replacement():
+            raise ValueError("a bad sample")
         hidden = self.net[0](batch[1])
         self.reach("forward", number)
         hidden.register_hook(lambda grad: self.reach("backward", number))
@@ -178,7 +176,6 @@ class Doomed(Regression):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.states[self.batch_number() + 1] = shared_state(self.trainer)
-        self.stamps.append(time.monotonic())
         self.reach("batch_end", self.batch_number())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -374,7 +371,8 @@ def check_equal(result: JobResult, ranks: int, *, replaced: int = 0) -> None:
     assert sum(said.replacement for said in ended.values()) == replaced, sorted(ended)
     first = next(iter(ended.values()))
     for member, said in ended.items():
-        assert said.parts == first.parts, (member, {k: (v, first.parts[k]) for k, v in said.parts.items() if v != first.parts[k]})
+        differing = {k: (v, first.parts[k]) for k, v in said.parts.items() if v != first.parts[k]}
+        assert not differing, f"{member} at the end: {differing}"
     states: dict[int, dict[str, Any]] = {}
     for member, said in ended.items():
         for batch, state in said.states.items():

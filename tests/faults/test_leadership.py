@@ -70,7 +70,14 @@ def test_rank_0_dies_for_good(fault: Fault, tmp_path: Path) -> None:
     check_logs(tmp_path, result.values[1])
 
 
-@pytest.mark.parametrize("faults", [(Fault(0, "forward", 10),), pytest.param((Fault(0, "forward", 10), Fault(1, "forward", 100)), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        pytest.param((Fault(0, "forward", 10),), id="once"),
+        pytest.param((Fault(0, "forward", 10), Fault(1, "forward", 100)), id="then rank 1", marks=pytest.mark.slow),
+        pytest.param((Fault(0, "forward", 10), Fault(0, "forward", 100, generation=2)), id="twice", marks=pytest.mark.slow),
+    ],
+)
 def test_rank_0_comes_back_and_leads_again(faults: tuple[Fault, ...], tmp_path: Path) -> None:
     scenario = Scenario(faults=faults, rejoins=len(faults), pace_s=0.01, loggers=str(tmp_path), **OPTIONS)
     result = run(scenario)

@@ -25,7 +25,7 @@ def test_state_of_a_replacement(rank: int, accumulate: int) -> None:
     check_equal(result, 3, replaced=1)
     check_exactly_once(result)
     newcomer = next(said for said in result.values.values() if said.replacement)
-    states = [said.states for said in result.values.values() if not said.replacement][0]
+    states = next(said.states for said in result.values.values() if not said.replacement)
     first = min(newcomer.states)
     assert len({str(states[n]["precision"]) for n in states if n < first}) > 1  # there was something to hand over
     assert set(newcomer.parts["callbacks"]) >= {"EarlyStopping", "DoomedCheckpoint"}

@@ -17,7 +17,7 @@ def died(result: Any) -> list[int]:
     return sorted(e["rank"] for e in result.named("member_failed"))
 
 
-@pytest.mark.parametrize("ranks", [(0, 2), pytest.param((0, 1), marks=pytest.mark.slow), pytest.param((2, 3), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [(0, 2), *(pytest.param(x, marks=pytest.mark.slow) for x in [(0, 1), (2, 3)])])
 def test_two_at_once(ranks: tuple[int, int]) -> None:
     result = run(Scenario(faults=tuple(Fault(rank, "forward", 2) for rank in ranks)), 4, replace=False)
     check_equal(result, 2)

@@ -1,4 +1,4 @@
-"""Lightning's loops, limits and loaders under ``cann_ft`` as under ``ddp``: the same batches, validations, stops and results."""
+"""Loops, limits and loaders under ``cann_ft`` as under ``ddp``: the same batches, validations, stops and results."""
 
 from __future__ import annotations
 

@@ -74,7 +74,8 @@ import lightning_cann, sys
 import {namespace} as pl
 from {namespace}.strategies import StrategyRegistry
 assert "cann_ft" in StrategyRegistry
-print(type(pl.Trainer(strategy="cann_ft", accelerator="cpu", devices=2, logger=False).strategy).__mro__[2].__module__)
+strategy = pl.Trainer(strategy="cann_ft", accelerator="cpu", devices=2, logger=False).strategy
+print(*(base.__module__ for base in type(strategy).__mro__ if base.__name__ == "DDPStrategy"))
 """
 
 
@@ -209,6 +210,23 @@ def test_the_environment_gives_max_failures_and_an_argument_wins(monkeypatch: py
     monkeypatch.setenv("HCCL_FT_MAX_FAILURES", "abc")
     with pytest.raises(ConfigurationError, match="HCCL_FT_MAX_FAILURES='abc'"):
         cls()
+
+
+@pytest.mark.parametrize("name", ["cann_ft", "cann_ft_spawn", "cann_ft_find_unused_parameters_true"])
+def test_recovery_turned_off_by_the_environment_gives_lightnings_ddp(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    from lightning.pytorch.strategies import DDPStrategy
+
+    monkeypatch.setenv("HCCL_FT_ENABLE", "0")
+    strategy = quiet_trainer(strategy=name, devices=2).strategy
+    assert type(strategy) is DDPStrategy
+    assert "recovery is off" in caplog.text
+    assert strategy._start_method == ("spawn" if name == "cann_ft_spawn" else "popen")
+    assert strategy._ddp_kwargs.get("find_unused_parameters", False) == name.endswith("parameters_true")
+    monkeypatch.setenv("HCCL_FT_ENABLE", "maybe")
+    with pytest.raises(ConfigurationError, match="HCCL_FT_ENABLE='maybe'"):
+        strategy_class("lightning.pytorch")()
 
 
 # ---------------------------------------------------------------------------------------------- refusals
