@@ -177,8 +177,12 @@ class ElasticLoader:
             "ledger": self.ledger.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, keep_window: bool = False) -> None:
         """Go on where ``state`` was written, at its committed cursors.
+
+        Args:
+            keep_window: take an open window over as well, from a member that is in the middle of it.  From a checkpoint
+                its batches are read again: the gradients that were accumulated in it are in no checkpoint.
 
         Raises:
             ValueError, ConfigurationError: ``state`` is of another world size, dataset or batch size.
@@ -189,8 +193,8 @@ class ElasticLoader:
                 f"are {self.world_size} ranks: resume with as many ranks as before, or from a checkpoint of an epoch's end"
             )
         self._ledger.load_state_dict(state["ledger"])
-        # The gradients of an open window are in no checkpoint: its batches are read again.
-        self._ledger.abandon()
+        if not keep_window:
+            self._ledger.abandon()
         self.epoch = int(state["epoch"])
         self._limit = state["limit"]
         self._loaded = True

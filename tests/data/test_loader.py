@@ -154,7 +154,7 @@ def test_failures_leave_every_sample_exactly_once(workers: dict) -> None:
             if epoch == 0 and step == 2:
                 state = json.loads(json.dumps(members[0].state_dict()))
                 members[1] = elastic(1, world, data, **workers)
-                members[1].load_state_dict(state)
+                members[1].load_state_dict(state, keep_window=True)
                 iter(members[1])
             step += 1
         assert trained == Counter(range(23))
@@ -176,7 +176,7 @@ def test_random_failures(seed: int) -> None:
     def start(r: int, donor: ElasticLoader | None = None) -> ElasticLoader:
         loader = elastic(r, world, data, batch_size=4, drop_last=False, shuffle=bool(length))
         if donor is not None:
-            loader.load_state_dict(json.loads(json.dumps(donor.state_dict())))
+            loader.load_state_dict(json.loads(json.dumps(donor.state_dict())), keep_window=True)
         iter(loader)
         return loader
 
@@ -462,3 +462,15 @@ def test_worker_exception_reaches_the_loop_and_the_loader_goes_on() -> None:
             got.append(-1)
         ours.ledger.commit((0,))
     assert got == [0, 1, -1, 3, 4, 5, 6, 7]
+
+
+def test_a_checkpoint_inside_a_window_gives_its_batches_back() -> None:
+    ours = elastic(0, 1, Noisy(16))
+    batches = iter(ours)
+    next(batches)
+    ours.ledger.commit([0])
+    next(batches)  # a window is open now
+    other = elastic(0, 1, Noisy(16))
+    other.load_state_dict(ours.state_dict())
+    assert not other.ledger.window_open
+    assert other.ledger.unassigned() == ours.ledger.unassigned() + 1
