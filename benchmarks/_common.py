@@ -15,13 +15,14 @@ import math
 import multiprocessing.connection
 import os
 import platform
+import signal
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = [
     "JobFailed",
@@ -35,6 +36,7 @@ __all__ = [
     "median_interval",
     "percentile",
     "progress",
+    "run",
     "table",
 ]
 
@@ -136,6 +138,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
     return value
+
+
+def run(main: Callable[[], int]) -> NoReturn:
+    """Runs a benchmark as a program; SIGTERM ends it like Ctrl-C, so that its jobs go with it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    sys.exit(main())
 
 
 def free_port() -> int:

@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import JobFailed, Peer, Switchboard, arguments, emit, machine, median, percentile, progress
+from benchmarks._common import JobFailed, Peer, Switchboard, arguments, emit, machine, median, percentile, progress, run
 
 __all__ = ["cycle_figures", "main", "summarize"]
 
@@ -339,4 +339,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

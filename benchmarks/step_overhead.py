@@ -11,7 +11,6 @@ confidence interval and its quartiles; and the same for processor time per step,
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from typing import Any
@@ -28,6 +27,7 @@ from benchmarks._common import (
     median_interval,
     percentile,
     progress,
+    run,
 )
 
 __all__ = ["main", "summarize"]
@@ -174,4 +174,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

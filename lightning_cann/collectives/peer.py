@@ -4,22 +4,21 @@
     data = fetch((host, port), token, "result", 17)  # blocks; raises ConnectionError
 
 A connection opens with the same preamble as the coordinator's, so that a stranger is refused before he is parsed.
-The payload is pickled by torch among processes of one job that run the same script; it is not a storage format.
+The payload is pickled, tensors beside it as raw bytes (:mod:`.packing`): fit for processes of one job that run the same
+script, not a storage format.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import io
 import logging
 import socket
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
+from lightning_cann.collectives.packing import pack, unpack
 from lightning_cann.membership import messages as m
 
 __all__ = ["PeerServer", "fetch"]
@@ -31,13 +30,17 @@ MAX_REQUEST = 4096  # bytes
 
 def _read_exactly(sock: socket.socket, size: int) -> memoryview:
     buffer = memoryview(bytearray(size))
+    _read_into(sock, buffer)
+    return buffer
+
+
+def _read_into(sock: socket.socket, buffer: memoryview) -> None:
     filled = 0
-    while filled < size:
+    while filled < len(buffer):
         got = sock.recv_into(buffer[filled:])
         if got == 0:
             raise ConnectionError("the peer closed the connection")
         filled += got
-    return buffer
 
 
 class PeerServer:
@@ -88,9 +91,10 @@ class PeerServer:
                 except LookupError as error:
                     log.info("a peer asked for %s %s: %s", kind, argument, error)
                     return  # the peer sees the connection end
-                data = dumps(answer)
-                sock.sendall(len(data).to_bytes(8, "big"))
-                sock.sendall(data)
+                header, buffers = pack(answer)
+                sock.sendall(len(header).to_bytes(8, "big") + header)
+                for buffer in buffers:
+                    sock.sendall(buffer)
             except (OSError, ValueError) as error:
                 log.debug("a peer's request failed: %s", error)
 
@@ -108,17 +112,6 @@ class _Requests:
 _requests = _Requests()
 
 
-def dumps(value: Any) -> memoryview:
-    """Pickles with torch; tensors keep dtype, strides and sharing."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getbuffer()
-
-
-def loads(data: memoryview | bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
 def fetch(address: tuple[str, int], token: str, kind: str, argument: Any, timeout_s: float) -> Any:
     """Asks a peer.  Raises ConnectionError when it refuses, dies, or is silent for ``timeout_s`` seconds."""
     try:
@@ -126,6 +119,9 @@ def fetch(address: tuple[str, int], token: str, kind: str, argument: Any, timeou
             request = _requests.encode((kind, argument))
             sock.sendall(m.preamble(token) + len(request).to_bytes(4, "big") + request)
             size = int.from_bytes(_read_exactly(sock, 8), "big")
-            return loads(_read_exactly(sock, size))
+            value, buffers = unpack(_read_exactly(sock, size))
+            for buffer in buffers:
+                _read_into(sock, buffer)
+            return value
     except OSError as error:
         raise ConnectionError(f"peer {address[0]}:{address[1]} did not answer for {kind} {argument}: {error}") from error
