@@ -35,7 +35,7 @@ MOMENTS = ("propose", "install", "adopt")
     [(2, 0), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in [(0, 1), (0, 2), (2, 1)])],
 )
 def test_second_death_in_the_view_change(first: int, second: int, moment: str) -> None:
-    faults = (Fault(first, "backward", 2), Fault(second, moment, armed_at=("batch_start", 2)))
+    faults = (Fault(first, "backward", 2), Fault(second, moment, armed_at=("batch_start", 0)))
     result = run(Scenario(faults=faults), 4, replace=False)
     check_equal(result, 2)
     check_exactly_once(result)
@@ -48,7 +48,7 @@ def test_second_death_in_the_view_change(first: int, second: int, moment: str) -
 @pytest.mark.parametrize("second", [0, 1])
 def test_death_while_a_replacement_joins(second: int, moment: str) -> None:
     """The second proposal, install or adoption that rank ``second`` sees is that of the view that admits a replacement."""
-    faults = (Fault(2, "forward", 2), Fault(second, moment, 1, armed_at=("batch_start", 2)))
+    faults = (Fault(2, "forward", 2), Fault(second, moment, 1, armed_at=("batch_start", 0)))
     result = run(Scenario(faults=faults, rejoins=2, pace_s=0.005))
     check_equal(result, 3, replaced=2)
     check_exactly_once(result)
