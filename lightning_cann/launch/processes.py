@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import subprocess
@@ -56,10 +57,12 @@ class CommandStarter:
         return self._children.pop(pid).wait()
 
 
-def _called(environment: dict[str, str], function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _called(environment: dict[str, str], forked: bool, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.setsid()
     die_with_parent()
     os.environ.update(environment)
+    if forked:
+        atexit._clear()  # the fork server's
     from lightning_cann.launch.runtime import Runtime
 
     try:
@@ -69,9 +72,8 @@ def _called(environment: dict[str, str], function: Callable[..., Any], args: tup
             runtime.failed = runtime.failed or f"raised {type(error).__name__}"
         raise
     finally:
-        # multiprocessing ends its children without running what atexit holds
-        if (runtime := Runtime.current()) is not None:
-            runtime.close()
+        # multiprocessing ends its children without this: the farewell to the job, loggers that flush at exit
+        atexit._run_exitfuncs()
 
 
 class FunctionStarter:
@@ -93,12 +95,13 @@ class FunctionStarter:
     ) -> None:
         self._function, self._args = function, args
         self._context: Any = multiprocessing.get_context(method)
-        if method == "forkserver":
+        self._forked = method == "forkserver"
+        if self._forked:
             self._context.set_forkserver_preload(list(preload))
         self._children: dict[int, Any] = {}
 
     def start(self, environment: Mapping[str, str]) -> int:
-        child = self._context.Process(target=_called, args=(dict(environment), self._function, self._args))
+        child = self._context.Process(target=_called, args=(dict(environment), self._forked, self._function, self._args))
         # The environment must be there before the child's imports: rank-aware libraries read it at import.
         before = {key: os.environ.get(key) for key in environment}
         os.environ.update(environment)

@@ -137,6 +137,11 @@ class ElasticData:
             loader.ledger.begin(ranks)
 
     # ------------------------------------------------------------------------------------------ lengths
+    def at_safe_point(self) -> None:
+        """The epoch's length as it is now, the same at all members from here on, newcomers included."""
+        self.apply_limit()
+        self.refresh()
+
     def apply_limit(self) -> None:
         """Takes ``limit_train_batches`` from Lightning's loader: shards are limited, the epoch's length stays ours."""
         combined = self._trainer.fit_loop._combined_loader
@@ -149,7 +154,6 @@ class ElasticData:
             self.loader.set_limit(int(limit))
             iter(self._trainer.fit_loop._data_fetcher)
         combined.limits = None
-        self.refresh()
 
     def refresh(self) -> None:
         """Tells the loops how long the epoch is now."""

@@ -30,7 +30,7 @@ from lightning_cann.launch.runtime import Runtime, is_rank_process
 from lightning_cann.settings import FaultToleranceSettings
 from lightning_cann.strategies.elastic_data import ElasticData
 from lightning_cann.strategies.endings import Endings, ViewBarrier
-from lightning_cann.strategies.handover import dump_state, load_state, seed_newcomer
+from lightning_cann.strategies.handover import dump_state, keep_pace, load_state, seed_newcomer
 from lightning_cann.strategies.launchers import SkipCall, make_launcher
 from lightning_cann.strategies.leadership import Leadership
 from lightning_cann.strategies.vitals import Vitals
@@ -134,7 +134,7 @@ class FaultTolerantMixin(Endings):
         self._data: ElasticData | None = None
         self._leadership: Leadership | None = None
         self._vitals: Vitals | None = None
-        self._handed_over: dict[str, Any] = {}
+        self._pacing: dict[str, Any] = {}
         self._sync_buffers_next = True
         self._modules: list[torch.nn.Module] = []
         super().__init__(  # type: ignore[call-arg]
@@ -321,18 +321,21 @@ class FaultTolerantMixin(Endings):
         assert self._runtime is not None and self._vitals is not None
         self._vitals.load_state_dict(extra["vitals"])
         self._runtime.steps = extra["steps"]
+        self._pacing = extra["pacing"]
         seed_newcomer(self.global_rank, self._group.view.id.number, int(os.environ.get("PL_GLOBAL_SEED", 0)))
 
     def _safe_point(self) -> None:
         """Between two batches.  Between two optimizer steps also the place where newcomers are admitted."""
         assert self._data is not None
-        self._data.apply_limit()
         if self._data.in_window():
             return
+        self._data.at_safe_point()
         before = None if self._group.solo else self._group.view.id
         reason = admission.safe_point(self._group, self._dump)
         view = self._group.view
         admission_here = before is None or bool(view.id != before and view.install.newcomers)
+        if before is None:
+            keep_pace(self._trainer, self._pacing)
         if admission_here:
             self._data.members_changed(view.ranks)
             self._follow_leader()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from lightning_cann.data.order import mix_seed
 
-__all__ = ["dump_state", "load_state", "seed_newcomer"]
+__all__ = ["dump_state", "keep_pace", "load_state", "seed_newcomer"]
 
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 # What a ModelCheckpoint decides by but does not put into its state_dict.
@@ -38,6 +38,7 @@ def dump_state(trainer: Any, extra: dict[str, Any]) -> dict[str, Any]:
         if all(hasattr(callback, name) for name in _CHECKPOINTING)
     }
     parts = {"checkpoint": checkpoint, "metrics": metrics, "checkpointing": checkpointing, "extra": extra}
+    extra["pacing"] = _pacing(trainer)
     return dict(_detached(parts))
 
 
@@ -57,6 +58,25 @@ def load_state(trainer: Any, state: dict[str, Any], namespace: SimpleNamespace) 
     trainer.num_sanity_val_steps = 0  # the others are past it
     _enter_mid_epoch(trainer)
     return dict(state["extra"])
+
+
+def _pacing(trainer: Any) -> dict[str, Any]:
+    fit_loop = trainer.fit_loop
+    return {
+        "val_check_batch": trainer.val_check_batch,
+        "should_stop": trainer.should_stop,
+        "train_reloaded": fit_loop._last_train_dl_reload_epoch,
+        "val_reloaded": fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
+    }
+
+
+def keep_pace(trainer: Any, pacing: dict[str, Any]) -> None:
+    """At a newcomer's first safe point: when to validate, reload and stop, as the others computed it when *their* loaders
+    were made.  Its own set-up has just computed these from the epoch's present length."""
+    trainer.val_check_batch = pacing["val_check_batch"]
+    trainer.should_stop = pacing["should_stop"]
+    trainer.fit_loop._last_train_dl_reload_epoch = pacing["train_reloaded"]
+    trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = pacing["val_reloaded"]
 
 
 def _enter_mid_epoch(trainer: Any) -> None:
