@@ -179,7 +179,7 @@ class Agent:
         code = self._coordinator.wait()
         self._selector.unregister(self._coordinator_fd)
         os.close(self._coordinator_fd)
-        log.warning("the coordinator ended (%s): starting another one", _cause(code))
+        self._say(f"the coordinator ended ({_cause(code)}); training goes on, another one is started")
         self._incarnation += 1
         self._start_coordinator()
 
@@ -243,7 +243,7 @@ class Agent:
             return False
         self._fruitless[child.rank] += 1
         if self._fruitless[child.rank] > self.settings.max_restarts:
-            log.warning("rank %d is given up after %d fruitless starts", child.rank, self._fruitless[child.rank])
+            self._say(f"rank {child.rank} is given up: {self._fruitless[child.rank]} replacements ended before they trained")
             return False
         return True
 
@@ -297,13 +297,16 @@ class Agent:
             self._completed = True
         if self._on_event is not None:
             self._on_event(event)
+        line = self._narrator.line(event)
+        if line is not None:
+            self._say(line)
+
+    def _say(self, line: str) -> None:
         if self.settings.show_events:
-            line = self._narrator.line(event)
-            if line is not None:
-                # \r\x1b[K clears a progress bar that another process left on this line
-                start = "\r\x1b[K" if sys.stderr.isatty() else ""
-                sys.stderr.write(f"{start}[cann_ft] {line}\n")
-                sys.stderr.flush()
+            # \r\x1b[K clears a progress bar that another process left on this line
+            start = "\r\x1b[K" if sys.stderr.isatty() else ""
+            sys.stderr.write(f"{start}[cann_ft] {line}\n")
+            sys.stderr.flush()
 
     def _drain_events(self) -> None:
         """The last events are still on their way when the last process has ended."""
@@ -341,7 +344,7 @@ class Agent:
         if len(self._signals) >= 2:
             self._kill_all()
         elif self._ending is None:
-            log.info("stopping the job; once more to end it at once")
+            self._say("the job ends at its next safe point; once more to end it at once")
             name = signal.Signals(self._signals[0]).name
             self._link.send(m.StopRequest(f"stopped by the operator ({name})"))
             self._end_within(self.settings.grace_s)

@@ -29,6 +29,7 @@ from lightning_cann.membership.views import Views
 __all__ = ["CONNECTION_CLOSED", "Coordinator", "CoordinatorSettings", "Emit", "Send"]
 
 CONNECTION_CLOSED = "connection closed"
+FINISHED = "exit code 0"  # as agents tell it
 
 
 class Coordinator(Views, Admission):
@@ -195,7 +196,7 @@ class Coordinator(Views, Admission):
     def _on_reaped(self, sender: str, message: m.Reaped, now: float) -> None:
         if self.forming and not any(v.info.rank == message.rank for v in self.known.values()):
             self.dead_ranks.add(message.rank)
-        self._reaped(message.member_id, message.cause, now, finished=message.cause == "exit code 0")
+        self._reaped(message.member_id, message.cause, now, finished=message.cause == FINISHED)
         if self.forming:
             self.dead_ranks.add(message.rank)
             self._try_form(now)
@@ -305,6 +306,11 @@ class Coordinator(Views, Admission):
         self.view, self.counter = best.view, best.view.number
         self.members = tuple(x.member_id for x in best.members)
         self.infos = {x.member_id: x for x in best.members}
+        for info in best.members:
+            cause = self.gone.get(info.member_id, "")
+            if info.member_id not in self.known and cause != FINISHED:
+                fields = {"rank": info.rank, "member_id": info.member_id, "cause": cause, "planned": False}
+                self._emit("member_failed", **fields, view=self.view.number)
         self.stage = max(hello.stage for hello in voters)
         self.stopping = self.stopping or next((hello.stopping for hello in voters if hello.stopping), "")
         for hello in voters:

@@ -35,16 +35,16 @@ class Views(CoordinatorState):
     def _propose(self, now: float) -> None:
         """A new view from those that are left (and the newcomers of the attempt that has come to its safe point)."""
         stay = [x for x in self.members if x in self.known]
-        self._check_limits(len(stay), now)
         if self.attempt is not None:
             self._cancel_attempt()
         if not stay:
             self.proposal, self.members = None, ()
             if not self.finished:
-                self._stop("no member is left", now)
+                self._stop(f"no member is left ({'; '.join(self.causes)})", now)
             else:
                 self._finish()
             return
+        self._check_limits(len(stay), now)
         self._new_proposal(stay)
 
     def _check_limits(self, left: int, now: float) -> None:

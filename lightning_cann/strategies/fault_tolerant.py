@@ -321,6 +321,8 @@ class FaultTolerantMixin(Endings):
         assert self._runtime is not None and self._vitals is not None
         self._vitals.load_state_dict(extra["vitals"])
         self._runtime.steps = extra["steps"]
+        if self._transport is not None:
+            self._transport.steps = extra["steps"]
         self._pacing = extra["pacing"]
         seed_newcomer(self.global_rank, self._group.view.id.number, int(os.environ.get("PL_GLOBAL_SEED", 0)))
 
