@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -427,6 +428,17 @@ class FaultTolerantMixin(Endings):
         votes = torch.tensor(int(decision), device=self.root_device)  # type: ignore[attr-defined]
         ranks = self._control.all_reduce(votes, dist.ReduceOp.SUM)
         return int(votes) == len(ranks) if all else bool(votes)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        except FileNotFoundError:
+            raise
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise ConfigurationError(
+                f"ckpt_path={str(checkpoint_path)!r} cannot be read, it may be cut off or damaged ({error}): "
+                "resume from an older checkpoint."
+            ) from error
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """The leader writes; if it dies meanwhile, the next one writes again."""

@@ -154,3 +154,18 @@ def test_ckpt_path_last_finds_the_checkpoint_of_the_run_before() -> None:
     assert_ranks_agree(found, "checkpoint_by_callback")
     assert found[0]["checkpoint_by_callback"]["resumed_at"] == 4
     assert found[0]["checkpoint_by_callback"]["steps"] == 10
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Any) -> None:
+    from lightning_cann.errors import ConfigurationError
+    from lightning_cann.strategies import FaultTolerantStrategy
+
+    whole = tmp_path / "whole.ckpt"
+    torch.save({"state_dict": {"x": torch.ones(1000)}}, whole)
+    for name, data in (("cut", whole.read_bytes()[:900]), ("empty", b""), ("text", b"not a checkpoint")):
+        path = tmp_path / f"{name}.ckpt"
+        path.write_bytes(data)
+        with pytest.raises(ConfigurationError, match=rf"{name}\.ckpt.*cannot be read"):
+            FaultTolerantStrategy().load_checkpoint(str(path))
+    with pytest.raises(FileNotFoundError):
+        FaultTolerantStrategy().load_checkpoint(str(tmp_path / "absent.ckpt"))
