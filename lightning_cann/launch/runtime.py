@@ -22,6 +22,7 @@ from lightning_cann import environment as env
 from lightning_cann.collectives.control import Control
 from lightning_cann.collectives.process_group import install_default_group
 from lightning_cann.collectives.view_group import GroupSettings, ViewGroup
+from lightning_cann.errors import FaultToleranceError
 from lightning_cann.membership import messages as m
 
 __all__ = ["Runtime", "is_rank_process"]
@@ -80,7 +81,11 @@ class Runtime:
 
         def hook(kind: Any, error: Any, trace: Any) -> None:
             self.failed = self.failed or f"raised {kind.__name__}"
-            previous(kind, error, trace)
+            if isinstance(error, FaultToleranceError):
+                # Its cause lies elsewhere, and is told there: where this rank stood when it heard of it says nothing.
+                sys.stderr.write(f"[cann_ft] rank {self.group.rank} stops: {error}\n")
+            else:
+                previous(kind, error, trace)
 
         sys.excepthook = hook
 
