@@ -11,7 +11,7 @@ from lightning_cann import environment as env
 from lightning_cann.collectives.backend import get_backend
 from lightning_cann.collectives.view_group import GroupSettings
 from lightning_cann.errors import ConfigurationError
-from lightning_cann.membership.coordinator import CoordinatorSettings
+from lightning_cann.membership.settings import CoordinatorSettings, check_numbers
 
 __all__ = ["FaultToleranceSettings"]
 
@@ -59,6 +59,7 @@ class FaultToleranceSettings:
     """Keep which batches were consumed in which epoch (``data_audit()``)."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         if self.start_method not in ("popen", "spawn"):
             raise ConfigurationError(
                 f"start_method={self.start_method!r} must be 'popen' (re-run the script) or 'spawn' (for notebooks)."

@@ -18,6 +18,8 @@ from lightning_cann.collectives.view_group import ViewGroup
 from lightning_cann.errors import FaultToleranceError
 from lightning_cann.membership import messages as m
 
+ASK_AGAIN_S = 1.0  # a question to the coordinator is asked again after so long without an answer
+
 __all__ = ["admit", "enter_stage", "fetch_journal", "safe_point"]
 
 
@@ -120,8 +122,12 @@ def fetch_journal(group: ViewGroup) -> dict[str, list[bytes]]:
             group.peer_members = None
         group.send(m.MembersQuery())
         with group.cond:
-            group.cond.wait_for(lambda: group.peer_members is not None or group.fatal is not None or group.finished)
+            answered = group.cond.wait_for(
+                lambda: group.peer_members is not None or group.fatal is not None or group.finished, ASK_AGAIN_S
+            )
             group.check()
+            if not answered:
+                continue  # the question, or the answer, died with a coordinator
             members: tuple[m.MemberInfo, ...] = group.peer_members or ()
             stage = group.stage
         if group.finished:

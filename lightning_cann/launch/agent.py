@@ -40,6 +40,9 @@ __all__ = ["Agent", "AgentSettings"]
 
 log = logging.getLogger(__name__)
 
+MIN_SILENCE_S = 5.0  # a coordinator that is silent for so long, and three leases, is ended
+START_ALLOWANCE_S = 10.0  # what a coordinator may need to start
+MAX_ABORTS = 5  # SIGABRT of so many ranks is no accident of machines
 ASKED_TO_GO = 128 + signal.SIGTERM
 
 
@@ -97,6 +100,8 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._narrator = Narrator()
         self._incarnation = 0
+        self._heard = self._last_turn = time.monotonic()  # of the coordinator; of this loop
+        self._aborts = 0  # ranks that ended with SIGABRT
         self._signals: list[int] = []
 
     # ------------------------------------------------------------------------------------------ life
@@ -137,7 +142,9 @@ class Agent:
         return 1
 
     def _turn(self) -> None:
-        timeout = None if self._ending is None else max(0.0, self._ending - time.monotonic())
+        timeout = self.settings.coordinator.lease_s
+        if self._ending is not None:
+            timeout = min(timeout, max(0.0, self._ending - time.monotonic()))
         for key, _ in self._selector.select(timeout):
             if key.data == "wakeup":
                 with contextlib.suppress(BlockingIOError):
@@ -153,6 +160,7 @@ class Agent:
         if self._ending is not None and time.monotonic() >= self._ending:
             self._kill_all()
             self._ending = None
+        self._check_coordinator()
 
     # ------------------------------------------------------------------------------------------ coordinator process
     def _start_coordinator(self) -> None:
@@ -171,6 +179,7 @@ class Agent:
             "CANN_FT_AGENT_PID": str(os.getpid()),
         }
         self._coordinator = subprocess.Popen(command, env=environment, pass_fds=[fd], start_new_session=True)
+        self._heard = time.monotonic() + START_ALLOWANCE_S
         self._coordinator_fd = os.pidfd_open(self._coordinator.pid)
         self._selector.register(self._coordinator_fd, selectors.EVENT_READ, "coordinator")
 
@@ -183,8 +192,21 @@ class Agent:
         self._incarnation += 1
         self._start_coordinator()
 
+    def _check_coordinator(self) -> None:
+        """A coordinator that is frozen is as good as dead, but its socket stays open: it is ended, so that a successor can
+        take over.  It tells agents that it lives, several times per lease."""
+        now = time.monotonic()
+        slept = now - self._last_turn > 2 * self.settings.coordinator.lease_s  # then the silence was ours
+        self._last_turn = now
+        if slept:
+            self._heard = max(self._heard, now)
+        if now - self._heard > max(MIN_SILENCE_S, 3 * self.settings.coordinator.lease_s):
+            self._heard = now
+            self._say("the coordinator does not answer: it is ended")
+            self._coordinator.kill()
+
     def _end_coordinator(self) -> None:
-        self._coordinator.terminate()
+        self._coordinator.kill()  # its state is soft, and a frozen one would not hear anything else
         self._coordinator.wait()
         os.close(self._coordinator_fd)
 
@@ -204,7 +226,7 @@ class Agent:
             env.WORLD_SIZE: str(self.settings.coordinator.world_size),
             **({env.EVENTS: self.settings.events} if self.settings.events else {}),
             # as Lightning's own launchers do: the ranks of a machine share its cores
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // self.settings.nproc)),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // self.settings.nproc)),
             "LOCAL_RANK": str(local),
             "NODE_RANK": "0",
         }
@@ -220,6 +242,8 @@ class Agent:
         code = self._starter.reap(pid)
         while self._inbox:  # what it caused by its last words comes first
             self._on_message(self._inbox.popleft())
+        if code == -signal.SIGABRT:
+            self._note_abort(child.rank)
         again = self._should_restart(child, code)
         self._reaped.append(child.member_id)
         self._link.send(m.Reaped(child.member_id, child.rank, _cause(code), again))
@@ -228,6 +252,17 @@ class Agent:
             self._finished.append(child.member_id)
         if again:
             self._start(child.rank)
+
+    def _note_abort(self, rank: int) -> None:
+        """gloo aborts a process whose collectives do not match those of the others: a fault of the program, most often, and
+        another start meets it again."""
+        self._aborts += 1
+        self._say(
+            f"rank {rank} was aborted (SIGABRT). If gloo says 'collective mismatch' above: all ranks must call the same "
+            "collectives in the same order; look for an `if rank == ...` around one"
+        )
+        if self._aborts >= MAX_ABORTS:
+            self._fail(f"{self._aborts} ranks were aborted (SIGABRT), the last was rank {rank}")
 
     def _should_restart(self, child: _Child, code: int) -> bool:
         if code == 0 or not self.settings.replace or self._completed or self.failure or self._ending is not None or self._signals:
@@ -265,9 +300,14 @@ class Agent:
     # ------------------------------------------------------------------------------------------ messages
     def _hello(self) -> m.Message:
         alive = tuple(child.member_id for child in list(self._children.values()))
-        return m.AgentHello(self.settings.node, alive, tuple(self._reaped), tuple(self._finished), self._trained)
+        return m.AgentHello(
+            self.settings.node, alive, tuple(self._reaped), tuple(self._finished), self._trained, self._stop_reason()
+        )
 
     def _receive(self, message: m.Message) -> None:
+        self._heard = max(self._heard, time.monotonic())
+        if isinstance(message, m.Beat):
+            return
         self._inbox.append(message)  # deque.append is atomic; the link's thread is the only writer
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
             os.write(self._wakeup_w, b"x")
@@ -340,14 +380,20 @@ class Agent:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _stop_reason(self) -> str:
+        return f"stopped by the operator ({signal.Signals(self._signals[0]).name})" if self._signals else ""
+
     def _on_signals(self) -> None:
         if len(self._signals) >= 2:
             self._kill_all()
         elif self._ending is None:
             self._say("the job ends at its next safe point; once more to end it at once")
-            name = signal.Signals(self._signals[0]).name
-            self._link.send(m.StopRequest(f"stopped by the operator ({name})"))
+            self._link.send(m.StopRequest(self._stop_reason()))
             self._end_within(self.settings.grace_s)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _cause(code: int) -> str:

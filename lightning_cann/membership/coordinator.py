@@ -178,6 +178,8 @@ class Coordinator(Views, Admission):
                 self._try_admit(now)
 
     def _on_membersquery(self, sender: str, message: m.MembersQuery, now: float) -> None:
+        if self.recovering:
+            return  # not known yet: it will ask again
         infos = tuple(self.infos[x] for x in self.members if x in self.known and not self.known[x].fresh)
         self._send(sender, m.MembersInfo(infos, self.stage))
 
@@ -187,6 +189,8 @@ class Coordinator(Views, Admission):
     # ------------------------------------------------------------------------------------------ agents
     def _on_agenthello(self, sender: str, message: m.AgentHello, now: float) -> None:
         self.trained = self.trained or message.trained
+        if message.stop:
+            self._on_stoprequest(sender, m.StopRequest(message.stop), now)
         if message.finished:
             self._finish()
         for member_id in message.reaped:

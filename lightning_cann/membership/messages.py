@@ -64,7 +64,7 @@ class Hello(_Tagged, frozen=True):
 
 
 class Beat(_Tagged, frozen=True):
-    """Heartbeat: renews the lease."""
+    """Heartbeat: renews a member's lease; from the coordinator to agents: it lives."""
 
 
 class Broken(_Tagged, frozen=True):
@@ -176,6 +176,7 @@ class AgentHello(_Tagged, frozen=True):
     reaped: tuple[str, ...] = ()
     finished: tuple[str, ...] = ()  # of the reaped: those that came to the end of the script
     trained: bool = False  # has seen a view installed
+    stop: str = ""  # why the operator wants the job to end, if he does
 
 
 class Reaped(_Tagged, frozen=True):

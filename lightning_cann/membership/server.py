@@ -48,6 +48,7 @@ class CoordinatorServer:
         self._events = EventLog(events) if events else None
         self._members: dict[str, asyncio.StreamWriter] = {}
         self._agents: dict[str, asyncio.StreamWriter] = {}
+        self._log_failed = False
         self._held: list[dict[str, Any]] = []  # events, in order, behind one whose cause is not known yet
         self._unexplained: dict[str, asyncio.TimerHandle] = {}  # members whose end no agent has told yet
 
@@ -60,6 +61,8 @@ class CoordinatorServer:
             while True:
                 await asyncio.sleep(self.core.settings.lease_s / 8)
                 self._apply(self.core.tick(time.monotonic()))
+                for name in list(self._agents):  # a frozen coordinator is known by its silence
+                    self._send(name, m.Beat())
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
@@ -164,7 +167,9 @@ class CoordinatorServer:
                 try:
                     self._events.write(**line)
                 except OSError as error:  # a full disk must not end the job; the agents are still told
-                    log.warning("event log: %s", error)
+                    if not self._log_failed:
+                        log.warning("the event log %s cannot be written: %s", self._events.path, error)
+                    self._log_failed = True
             for name in list(self._agents):
                 self._send(name, m.EventNotice(line))
 

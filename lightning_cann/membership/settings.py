@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from lightning_cann.errors import ConfigurationError
 
-__all__ = ["CoordinatorSettings"]
+__all__ = ["CoordinatorSettings", "check_numbers"]
+
+
+def check_numbers(settings: Any) -> None:
+    """Raises ConfigurationError for a field that holds no number where its default is one (YAML and shells give strings)."""
+    for field in dataclasses.fields(settings):
+        value, expected = getattr(settings, field.name), field.default
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if isinstance(expected, (int, float)) and not isinstance(expected, bool) and value is not None and not is_number:
+            raise ConfigurationError(f"{field.name}={value!r} must be a number, not {type(value).__name__}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,6 +39,7 @@ class CoordinatorSettings:
     """``"fail"``: an exception on one rank ends the job; ``"replace"``: that rank is replaced."""
 
     def __post_init__(self) -> None:
+        check_numbers(self)
         if self.world_size < 1:
             raise ConfigurationError(f"world_size={self.world_size} must be at least 1.")
         if not 1 <= self.min_members <= self.world_size:

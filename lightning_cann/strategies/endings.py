@@ -12,6 +12,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+from fsspec.core import url_to_fs
+
 from lightning_cann.errors import Excluded, FaultToleranceError
 from lightning_cann.launch.runtime import Runtime
 from lightning_cann.strategies.elastic_data import ElasticData
@@ -21,6 +23,7 @@ __all__ = ["Endings", "ViewBarrier"]
 
 log = logging.getLogger(__name__)
 
+FINAL_CHECKPOINT = "cann_ft-final.ckpt"  # in the Trainer's default_root_dir
 
 class Endings:
     _namespace: SimpleNamespace
@@ -28,6 +31,7 @@ class Endings:
     _trainer: Any
     _data: ElasticData | None
     is_global_zero: Any
+    checkpoint_io: Any
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         """SIGTERM to one rank is a planned leave: the others go on at once."""
@@ -37,11 +41,27 @@ class Endings:
 
     def _stop_cleanly(self, reason: str) -> None:
         """All members are at the same safe point, and all are told to end."""
-        path = os.path.join(self._trainer.default_root_dir, "cann_ft-final.ckpt")
-        self._trainer.save_checkpoint(path)
+        assert self._runtime is not None
+        self._runtime.control.barrier()  # what it writes is stable
         if self.is_global_zero:
+            path = self._write_final_checkpoint()
             log.warning("%s; state saved in %s (fit(ckpt_path=...) goes on from there)", reason, path)
+        self._runtime.control.barrier()
         sys.exit(0)
+
+    def _write_final_checkpoint(self) -> str:
+        """Beside, then renamed: a full disk or a second failure must not cost an earlier file."""
+        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        path = os.path.join(self._trainer.default_root_dir, FINAL_CHECKPOINT)
+        files, name = url_to_fs(path)
+        try:
+            self.checkpoint_io.save_checkpoint(checkpoint, path + ".part")
+            files.mv(name + ".part", name)
+        except OSError:
+            if files.exists(name + ".part"):
+                files.rm(name + ".part")
+            raise
+        return path
 
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)  # type: ignore[misc]
@@ -63,10 +83,12 @@ class Endings:
             return  # nothing to save, and an earlier run's file may lie there
         if self._data is not None:
             self._data.abandon()  # its gradients are in no checkpoint
-        path = os.path.join(trainer.default_root_dir, "cann_ft-final.ckpt")
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        self.checkpoint_io.save_checkpoint(checkpoint, path)  # type: ignore[attr-defined]
-        log.error("training stops: %s. The last committed state is in %s", exception, path)
+        try:
+            path = self._write_final_checkpoint()
+        except (OSError, RuntimeError) as error:
+            log.error("training stops: %s. The last state could not be written: %s", exception, error)
+        else:
+            log.error("training stops: %s. The last committed state is in %s", exception, path)
 
 
 class ViewBarrier:

@@ -48,6 +48,7 @@ def strategy_class(name: str) -> type:
     from lightning_cann.strategies.fault_tolerant import FaultTolerantMixin
 
     namespace = namespace_of(name)
+    FaultTolerantMixin.__init__.__qualname__ = "FaultTolerantStrategy.__init__"  # the name that a TypeError tells
     # Where pickle finds the class again: a spawned rank process receives its Trainer that way.
     module = f"lightning_cann.strategies.for_{name.replace('.', '_')}"
     return type(

@@ -235,7 +235,7 @@ class FaultTolerantMixin(Endings):
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)  # type: ignore[attr-defined]
         fitting = trainer.state.fn == self._namespace.TrainerFn.FITTING
-        self._refuse_sync_batchnorm()
+        self.refuse_unsupported()
         self.precision_plugin.convert_module(self.model)  # type: ignore[attr-defined]
         self.model_to_device()  # type: ignore[attr-defined]
         self._control.broadcast_tensors([*self.model.parameters(), *self.model.buffers()])  # type: ignore[attr-defined]
@@ -266,8 +266,11 @@ class FaultTolerantMixin(Endings):
         # Its SIGTERM handler broadcasts from within the signal handler of whichever rank got the signal.
         trainer._signal_connector._sigterm_notifier_fn = self._on_sigterm
 
-    def _refuse_sync_batchnorm(self) -> None:
-        layers = [n for n, x in self.model.named_modules() if isinstance(x, torch.nn.SyncBatchNorm)]  # type: ignore[attr-defined]
+    def refuse_unsupported(self) -> None:
+        """Raises ConfigurationError for what cannot be trained; called before ranks are started, and in them."""
+        module = self.lightning_module  # type: ignore[attr-defined]
+        modules = [] if module is None else module.named_modules()
+        layers = [name for name, layer in modules if isinstance(layer, torch.nn.SyncBatchNorm)]
         if self._layer_sync is not None or layers:  # type: ignore[attr-defined]
             raise ConfigurationError(
                 "SyncBatchNorm is not supported by strategy='cann_ft': its collectives run inside forward and backward, where "

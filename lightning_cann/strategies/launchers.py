@@ -56,6 +56,7 @@ class _LauncherBody:
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         if is_rank_process():
             return self._enter(function, args, kwargs, trainer)
+        self._strategy.refuse_unsupported()
         if self._strategy.num_nodes > 1:
             raise ConfigurationError(
                 f"Trainer(num_nodes={self._strategy.num_nodes}): strategy='cann_ft' starts the ranks of one machine; "

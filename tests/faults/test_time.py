@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import statistics
@@ -50,5 +51,5 @@ def test_every_survivor_commits_within_a_second_and_a_step(world_size: int) -> N
     survivors = [value for _, _, value in result.all_values if value[0] == "survived"]
     assert len(survivors) == world_size - 1 and len({value[2] for value in survivors}) == 1
     for _, commits, _ in survivors:
-        step = statistics.median(b - a for a, b in zip(commits, commits[1:], strict=False))
+        step = statistics.median(b - a for a, b in itertools.pairwise(commits))
         assert min(t for t in commits if t > killed) - killed < 1.0 + step
