@@ -265,7 +265,8 @@ class Agent:
             self._fail(f"{self._aborts} ranks were aborted (SIGABRT), the last was rank {rank}")
 
     def _should_restart(self, child: _Child, code: int) -> bool:
-        if code == 0 or not self.settings.replace or self._completed or self.failure or self._ending is not None or self._signals:
+        over = self._completed or self.failure or self._ending is not None or self._signals
+        if code == 0 or over or not self.settings.replace:
             return False
         if code in (-signal.SIGTERM, ASKED_TO_GO):
             return False  # a planned leave
