@@ -27,6 +27,7 @@ NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
 SCRIPT = """
 import sys
 import {namespace} as pl
+import os
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,7 +45,8 @@ if __name__ == "__main__":
     trainer = pl.Trainer(strategy="cann_ft", accelerator="cpu", devices=2, max_epochs=1, logger=False,
                          enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(Model(), DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=4))
-    print("rank", trainer.global_rank, "of", trainer.world_size, "did", trainer.global_step, "steps", flush=True)
+    # one write: both ranks share this stdout
+    os.write(1, b"rank %d of %d did %d steps\\n" % (trainer.global_rank, trainer.world_size, trainer.global_step))
 """
 
 
