@@ -45,6 +45,9 @@ class Backend(Protocol):
     def all_gather(self, group: Group, output: list[Tensor], tensor: Tensor, timeout: timedelta) -> Work:
         """Starts the gathering of every member's ``tensor`` (same shapes) into ``output``."""
 
+    def broadcast(self, group: Group, tensor: Tensor, root: int, timeout: timedelta) -> Work:
+        """Starts the copy of the root's ``tensor`` to all.  Its completion at one member says nothing of the others."""
+
     def wait(self, work: Work, wake: threading.Event, interrupted: Callable[[], bool]) -> bool:
         """Waits until ``work`` is complete on the host: True; or until ``interrupted()`` after ``wake`` was set: False.
         Raises RuntimeError when the collective failed."""
@@ -79,6 +82,12 @@ class GlooBackend:
         options.timeout = timeout
         return group.allgather([output], [tensor], options)
 
+    def broadcast(self, group: Group, tensor: Tensor, root: int, timeout: timedelta) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        options.timeout = timeout
+        return group.broadcast([tensor], options)
+
     def wait(self, work: Work, wake: threading.Event, interrupted: Callable[[], bool]) -> bool:
         # The future completes before the work does, so it alone is asked.
         future = work.get_future()
@@ -110,6 +119,12 @@ class _DeviceBackend:
         options = dist.distributed_c10d.AllgatherOptions()
         options.timeout = timeout
         return group.allgather([output], [tensor], options)
+
+    def broadcast(self, group: Group, tensor: Tensor, root: int, timeout: timedelta) -> Work:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        options.timeout = timeout
+        return group.broadcast([tensor], options)
 
     def wait(self, work: Work, wake: threading.Event, interrupted: Callable[[], bool]) -> bool:
         while not work.is_completed():

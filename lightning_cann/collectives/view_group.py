@@ -370,7 +370,7 @@ class ViewGroup:
             raise Broken(_short(error)) from None
         raise Broken("")
 
-    def _report_broken(self, view: View, reason: str) -> None:
+    def report_broken(self, view: View, reason: str) -> None:
         with self.cond:
             if view.broken:
                 return
@@ -412,7 +412,7 @@ class ViewGroup:
             try:
                 body(view)
             except Broken as error:
-                self._report_broken(view, str(error))
+                self.report_broken(view, str(error))
                 self.redone += 1
                 continue
             retained = {"kind": kind, "ranks": view.ranks, "data": result()}
@@ -446,6 +446,17 @@ class ViewGroup:
         if group is None:
             raise Broken("")
         return self.backend.all_gather(group, output, tensor, self._timeout)
+
+    def launch_broadcast(self, view: View, tensor: Tensor) -> Any:
+        """Starts the copy of the leader's ``tensor`` to all members of ``view``.  Not a full collective: see
+        :meth:`~.control.Control.follow_leader`."""
+        if self.probe is not None:
+            self.probe("launch")
+        self.collectives += 1
+        group = view.group
+        if group is None:
+            raise Broken("")
+        return self.backend.broadcast(group, tensor, 0, self._timeout)
 
 
 def _short(error: BaseException) -> str:

@@ -414,8 +414,7 @@ class FaultTolerantMixin(Endings):
         if self._sync_buffers_next and self.settings.broadcast_buffers and self._reducer is not None:
             # a walk over the module tree in each step would cost more than the rest of what we do there
             buffers = list({id(b): b for x in self._modules for b in x._buffers.values() if b is not None}.values())
-            if buffers and self._group.current is not None and self._group.current.size > 1:
-                self._control.broadcast_tensors(buffers)
+            self._control.follow_leader(buffers)
         yield
         self._sync_buffers_next = (
             self._reducer is not None and torch.is_grad_enabled() and self._reducer.require_sync
