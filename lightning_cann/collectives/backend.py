@@ -56,20 +56,8 @@ class Backend(Protocol):
         """Drops the group so that its peers notice.  May block while a peer is frozen: call it on a thread of its own."""
 
 
-class GlooBackend:
-    """Gloo over TCP.  Dropping a group closes its sockets, which fails the pending collectives of all its peers."""
-
-    name = "gloo"
-    device_type = "cpu"
-
-    def create(self, store: dist.Store, rank: int, size: int, host: str, connect_timeout: timedelta) -> Group:
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = connect_timeout
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        create_device = dist.ProcessGroupGloo.create_device
-        options._devices = [create_device(interface=interface) if interface else create_device(hostname=host)]
-        options._threads = 2
-        return dist.ProcessGroupGloo(store, rank, size, options)
+class _C10d:
+    """Collectives are started in the same way on every c10d process group."""
 
     def all_reduce(self, group: Group, tensor: Tensor, op: Any, timeout: timedelta) -> Work:
         options = dist.AllreduceOptions()
@@ -87,6 +75,22 @@ class GlooBackend:
         options.rootRank, options.rootTensor = root, 0
         options.timeout = timeout
         return group.broadcast([tensor], options)
+
+
+class GlooBackend(_C10d):
+    """Gloo over TCP.  Dropping a group closes its sockets, which fails the pending collectives of all its peers."""
+
+    name = "gloo"
+    device_type = "cpu"
+
+    def create(self, store: dist.Store, rank: int, size: int, host: str, connect_timeout: timedelta) -> Group:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = connect_timeout
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        create_device = dist.ProcessGroupGloo.create_device
+        options._devices = [create_device(interface=interface) if interface else create_device(hostname=host)]
+        options._threads = 2
+        return dist.ProcessGroupGloo(store, rank, size, options)
 
     def wait(self, work: Work, wake: threading.Event, interrupted: Callable[[], bool]) -> bool:
         # The future completes before the work does, so it alone is asked.
@@ -106,25 +110,8 @@ class GlooBackend:
         del group  # the last reference: sockets close when its queue has drained
 
 
-class _DeviceBackend:
+class _DeviceBackend(_C10d):
     """What NCCL and HCCL share: completion is an event on a stream that the host polls, so that it can be interrupted."""
-
-    def all_reduce(self, group: Group, tensor: Tensor, op: Any, timeout: timedelta) -> Work:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        options.timeout = timeout
-        return group.allreduce([tensor], options)
-
-    def all_gather(self, group: Group, output: list[Tensor], tensor: Tensor, timeout: timedelta) -> Work:
-        options = dist.distributed_c10d.AllgatherOptions()
-        options.timeout = timeout
-        return group.allgather([output], [tensor], options)
-
-    def broadcast(self, group: Group, tensor: Tensor, root: int, timeout: timedelta) -> Work:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        options.timeout = timeout
-        return group.broadcast([tensor], options)
 
     def wait(self, work: Work, wake: threading.Event, interrupted: Callable[[], bool]) -> bool:
         while not work.is_completed():

@@ -152,6 +152,17 @@ class TestBackend:
 
         assert members.each(run) == [[[r, 10 * r] for r in range(members.size)]] * members.size
 
+    def test_broadcast(self, members: Members) -> None:
+        members.connect()
+
+        def run(rank: int) -> list[int]:
+            tensor = torch.full((5,), rank, dtype=torch.uint8, device=members.device(rank))
+            work = members.backend.broadcast(members.groups[rank], tensor, 1, TIMEOUT)
+            assert members.backend.wait(work, members.wakes[rank], lambda: False)
+            return tensor.tolist()
+
+        assert members.each(run) == [[1] * 5] * members.size
+
     def test_wait_can_be_interrupted(self, members: Members) -> None:
         """The last member never comes: the others wait until they are told that the view is broken."""
         members.connect()
