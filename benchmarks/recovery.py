@@ -15,7 +15,7 @@ moment; its replacement joins; the next cycle begins.  Figures of a cycle, by CL
 from it after a restart (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: without it most restarts fail).  *Recovery* is signal
 to the first step completed after the restart, redone or not; *progress* to the first step not done before.
 
-torchft is not measured here.
+``torchft``, if it can be imported: see :mod:`._torchft`.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import _torchft
 from benchmarks._common import JobFailed, Peer, Switchboard, arguments, emit, machine, median, percentile, progress, run
 
 __all__ = ["cycle_figures", "main", "summarize"]
@@ -334,6 +335,18 @@ def main(argv: list[str] | None = None) -> int:
             rows += measure_ours(model, options.processes, cycles, options.lease, options.seed)
         if kills:
             rows.append(measure_torchrun(model, options.processes, kills, options.seed))
+            if _torchft.available():
+                outcome = _torchft.measure_torchft(model, options.processes, kills, options.seed)
+                rows.append(
+                    {
+                        "system": "torchft",
+                        "model": model,
+                        "processes": options.processes,
+                        "signal": "SIGKILL",
+                        **(_statistics(outcome["found"]) if outcome["found"] else {"cycles": 0}),
+                        **({"failure": f"{outcome['failed']} of {kills} jobs"} if outcome["failed"] else {}),
+                    }
+                )
     emit("recovery", rows, summarize(rows), columns=COLUMNS, as_json=options.json, where=where)
     return 0
 
