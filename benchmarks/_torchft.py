@@ -72,7 +72,7 @@ def _one_kill(address: str, model: str, world_size: int, victim: int, draw: rand
 
 def _start(address: str, model: str, folder: str, rank: int, stack: contextlib.ExitStack) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHFT_LIGHTHOUSE": address}
-    log = stack.enter_context(open(os.path.join(folder, f"{rank}.log"), "wb"))
+    log = stack.enter_context(Path(folder, f"{rank}.log").open("wb"))  # noqa: SIM115
     command = [sys.executable, "-m", "benchmarks._torchft", address, model, folder, str(rank)]
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 

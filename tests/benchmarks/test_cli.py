@@ -72,13 +72,17 @@ def recovery_rows(model="mlp-85k", kill=(0.05, 0.06), torchrun=(8.0,)):
     ]
 
 
-def test_recovery_prints_one_json_object(monkeypatch, capsys):
+@pytest.mark.parametrize("torchft", [False, True])
+def test_recovery_prints_one_json_object(torchft, monkeypatch, capsys):
     rows = recovery_rows()
+    outcome = {"found": [{"step": 0.01, "recovery": 0.2}], "failed": 1}
+    monkeypatch.setattr(recovery._torchft, "available", lambda: torchft)
+    monkeypatch.setattr(recovery._torchft, "measure_torchft", lambda *a: outcome)
     monkeypatch.setattr(recovery, "measure_ours", lambda *a: rows[:2])
     monkeypatch.setattr(recovery, "measure_torchrun", lambda *a: rows[2])
     assert recovery.main(["--json", "--quick", "--models", "mlp-85k"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [r["system"] for r in result["rows"]] == ["cann_ft", "cann_ft", "torchrun"]
+    assert [r["system"] for r in result["rows"]] == ["cann_ft", "cann_ft", "torchrun", *["torchft"] * torchft]
     summary = result["summary"]
     assert summary["kill_p50_s"] == pytest.approx(0.055)
     assert summary["freeze_p50_s"] == pytest.approx(1.06)
