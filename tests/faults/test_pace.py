@@ -52,3 +52,28 @@ def test_validation_stays_in_step(interval: float | int, limit: float | int) -> 
     for value in values:  # a replacement has seen the last of them
         assert not value[3] or longest[-len(value[3]) :] == value[3]
     assert len({value[4] for value in values}) == 1
+
+
+def by_the_clock() -> None:
+    pl.seed_everything(1, verbose=False)
+    validated: list[int] = []
+
+    class Hook(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            time.sleep(0.03 + 0.005 * trainer.global_rank)  # ranks whose clocks alone would disagree
+
+        def on_validation_start(self, trainer: Any, module: Any) -> None:
+            validated.append(trainer.global_step)
+
+    trainer = quiet_trainer(callbacks=[Hook()], val_check_interval="00:00:00:01")
+    model = Regression()
+    trainer.fit(model, loader(480, shuffle=True), loader(24))
+    record((trainer.global_step, weights_hash(model), tuple(validated)))
+
+
+@pytest.mark.slow
+def test_validation_by_the_clock_is_at_the_same_step_everywhere() -> None:
+    result = run_job(by_the_clock, 2)
+    assert result.code == 0, result.failure
+    (said,) = set(result.values.values())
+    assert len(said[2]) >= 1
